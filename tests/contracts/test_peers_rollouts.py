@@ -100,13 +100,13 @@ def test_a_resume_loses_no_prompt_however_long(tmp_path):
         return episode_of(request.task, 0)
 
     async def before():
-        async with World(tmp_path, roll, type="async", over_sample=1.0) as world:
+        async with World(tmp_path, roll, type="async", over_sample=1.0, max_staleness=3) as world:
             await world.producer.batch(2, 1)
             world.env.buffer.settle(1)
             return {group.prompt.task.id for group in world.producer._open.values()}
 
     async def after():
-        async with World(tmp_path, roll, type="async", over_sample=1.0) as world:
+        async with World(tmp_path, roll, type="async", over_sample=1.0, max_staleness=3) as world:
             world.producer.restore(1)
             task_ids = set[str]()
             step = 1

@@ -79,7 +79,7 @@ class ActorEngine(Engine):
     async def _call(self, method: str, *args: Any) -> Any:
         actor = await self._actor()
         try:
-            failure, answer = unpack(await actor.handle.remote(pack((None, None, (method, args)))))
+            failure, answer = unpack(await actor.handle.remote(pack((0, None, None, (method, args)))))
         except RayError as error:
             self._handle = None
             raise EngineError(f"{self.name}: {first_line(error)}") from error
