@@ -13,6 +13,7 @@ from loopwright.reports.live.statistics import (
     probability_of_improvement,
     stratified_difference,
 )
+from loopwright.reports.objective import Objective
 from tests.agents.rl.scenarios import live_scenario, train
 from tests.envs.helpers import LineServer, live_env
 
@@ -68,7 +69,7 @@ def noise(seed: int, times: int) -> dict:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_g15_on_pure_noise_a_policy_wins_as_rarely_as_a_95_percent_interval_errs(times):
-    verdicts = [comparison(noise(seed, times)).verdict("y") for seed in range(200)]
+    verdicts = [comparison(noise(seed, times)).verdict(Objective("y")) for seed in range(200)]
     assert sum("no clear winner" not in verdict for verdict in verdicts) <= 20
 
 
@@ -77,7 +78,7 @@ def test_g15_a_clear_difference_wins():
     for row in state["regimes"]:
         row["policy"]["rewards"] = [value + 5 for value in row["policy"]["rewards"]]
         row["policy"]["reward"] += 5
-    assert comparison(state).verdict("y").startswith("the policy wins")
+    assert comparison(state).verdict(Objective("y")).startswith("the policy wins")
     assert stratified_difference([([1.0], [0.0])]) is None, "one measurement of each tells nothing"
 
 

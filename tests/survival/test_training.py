@@ -70,7 +70,7 @@ def close(mine, theirs):
 def ends_alike(tmp_path, agent, kills, seed):
     calm, stormy = make_campaign(tmp_path / "calm", agent), make_campaign(tmp_path / "stormy", agent)
     assert calm.call().code == 0
-    hits = kill_repeatedly(stormy, kills, within_s=6.0, seed=seed)
+    hits = kill_repeatedly(stormy, kills, within_s=3.0, seed=seed)
     assert stormy.result() == calm.result()
     assert statuses(stormy) == statuses(calm) == {"trained": 24}
     close(policy(stormy), policy(calm))
