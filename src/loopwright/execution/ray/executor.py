@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -21,10 +21,8 @@ from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import CallExecutor, CallResult, Command, Completion, Executor, FunctionCall, OnStart
 from loopwright.execution.ray.connection import RayConnection
 from loopwright.execution.ray.host import HostAnswer, HostSettings, Package, TrialHost
+from loopwright.execution.ray.options import RayOptions
 from loopwright.execution.ray.transfer import pack, unpack
-
-if TYPE_CHECKING:
-    from loopwright.execution.ray.system import RaySystem
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
@@ -47,7 +45,7 @@ class Host:
 class HostPool:
     """Up to `parallel` actors, started when they are needed. A trial gets whichever is free first."""
 
-    def __init__(self, system: "RaySystem", directory: Path, gpus: int) -> None:
+    def __init__(self, system: RayOptions, directory: Path, gpus: int) -> None:
         self._connection = RayConnection(address=system.address)
         self._system, self._request = system, dict(system.request(gpus))
         token = directory / f".ray-{uuid.uuid4().hex}"
@@ -257,7 +255,7 @@ class HostPool:
 class RayExecutor(Executor):
     """Runs up to `parallel` commands at a time, each on a node of its cluster."""
 
-    def __init__(self, system: "RaySystem", directory: Path, gpus: int = 0) -> None:
+    def __init__(self, system: RayOptions, directory: Path, gpus: int = 0) -> None:
         self._pool, self._artifact_bytes = HostPool(system, directory, gpus), system.artifacts
 
     async def run(self, command: Command, on_start: OnStart) -> Completion:
@@ -277,7 +275,7 @@ class RayExecutor(Executor):
 class RayCalls(CallExecutor):
     """Makes up to `parallel` calls at a time, in workers that stay warm between calls."""
 
-    def __init__(self, system: "RaySystem", directory: Path, gpus: int = 0) -> None:
+    def __init__(self, system: RayOptions, directory: Path, gpus: int = 0) -> None:
         self._pool, self._artifact_bytes = HostPool(system, directory, gpus), system.artifacts
 
     async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:

@@ -1,0 +1,57 @@
+"""What a scenario says about a Ray cluster."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from loopwright.execution.system import SystemConfig
+
+
+class RayOptions(SystemConfig):
+    """The settings of trials on Ray."""
+
+    type: Literal["ray"] = "ray"
+    """`ray`: the cluster that `address` or RAY_ADDRESS names, otherwise one that is started on this machine."""
+    address: str | None = None
+    """The cluster's address, such as "auto" or "10.0.0.1:6379"; by default RAY_ADDRESS."""
+    retries: int = Field(default=3, ge=0)
+    """How often a trial that was lost with its node is attempted again under its number."""
+    cpus: float = Field(default=1.0, ge=0)
+    """CPUs of each trial in flight."""
+    gpus: float | None = Field(default=None, ge=0)
+    """GPUs of each trial in flight; by default `[run.workload] gpus`."""
+    memory: int | None = Field(default=None, gt=0)
+    """Memory that each trial in flight reserves, for example "2GiB"."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom resources of each trial in flight, such as `{ "tpu" = 1 }`."""
+    strategy: Literal["PACK", "SPREAD"] = "PACK"
+    """Whether trials fill one node after another, or are spread over all nodes."""
+    files: Literal["auto", "shared", "copy"] = "auto"
+    """How a trial's directory gets to its node and back: `shared` by a common file system, `copy` through Ray, `auto`
+    by what the node sees."""
+    artifacts: int = Field(default=256 * 2**20, ge=0)
+    """How much a trial's directory may contain that is copied in one direction, for example "256MiB"."""
+    wait_s: float = Field(default=60.0, ge=0)
+    """How long to wait for a node that is large enough, which an autoscaler may start."""
+
+    @field_validator("artifacts", mode="before")
+    @classmethod
+    def _artifact_bytes(cls, value: object) -> object:
+        return cls._bytes(value)
+
+    @field_validator("resources")
+    @classmethod
+    def _custom(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, amount in resources.items():
+            if name in ("CPU", "GPU", "memory"):
+                raise ValueError(f"{name}: use the key {name.lower() + ('' if name == 'memory' else 's')!r}")
+            if amount <= 0:
+                raise ValueError(f"{name}: {amount:g} is not greater than zero")
+        return resources
+
+    def request(self, gpus: int) -> Mapping[str, float]:
+        """What each trial in flight takes of a node, in Ray's terms; `gpus` are those of the workload."""
+        count = gpus if self.gpus is None else self.gpus
+        request = {"CPU": self.cpus, "GPU": count, "memory": float(self.memory or 0), **self.resources}
+        return {name: amount for name, amount in request.items() if amount}
