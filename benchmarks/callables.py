@@ -22,6 +22,7 @@ parallel = {parallel}
 [[run]]
 name = "bowl"
 agent = {{ type = "random", trials = {trials}, seed = 1 }}
+confirm = false
 reward = {{ type = "negative", metrics = ["loss"] }}
 [run.workload]
 type = "python"
