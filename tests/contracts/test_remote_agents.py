@@ -21,6 +21,8 @@ from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.execution.sandbox.files import remove
 from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.judgers.base import Payload
+from loopwright.rollouts.judgers.facts import VerifierJudger, VerifierJudgerConfig
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import PoolDown, WorkerLost
 from loopwright.rollouts.remote import rollout
@@ -368,9 +370,19 @@ def test_a01_one_deadline_covers_the_agent_and_the_tests(tmp_path):
         tmp_path, "chat(sys.argv[1]); time.sleep(1000)", "sleep 1000", deadline_s=4.0, verify_s=1.0
     )
     assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
-    assert "deadline of 4 s" in episode.evidence["verifier"]["error"]
+    assert "test.sh was stopped after" in episode.evidence["verifier"]["error"]
     assert episode.evidence["verifier"]["stopped"]
     assert running(str(tmp_path / "agent.py")) == []
+
+
+def test_a05_an_agent_that_leaves_a_pipe_for_its_tests_scores_zero(tmp_path):
+    """Given tests that wait for it until the rollout's deadline, it is not the judge that failed."""
+    text = "chat(sys.argv[1]); os.unlink('answer.txt'); os.mkfifo('answer.txt')"
+    episode = run_with_tests(tmp_path, text, "cat answer.txt", deadline_s=4.0, verify_s=2.0)
+    assert episode.outcome is Outcome.OK, episode.reason
+    assert "the agent left the pipe" in episode.evidence["verifier"]["output"]
+    reward = asyncio.run(VerifierJudger(VerifierJudgerConfig()).judge(Payload.of(episode, ["evidence"])))
+    assert reward.value == 0.0
 
 
 def test_a01_a_sandboxed_agent_reaches_the_gateway_and_little_else(tmp_path):

@@ -59,13 +59,13 @@ def test_t09_an_external_gateway_by_its_url(loaded):
 
 
 def test_t09_the_address_for_agents(loaded):
-    environ = {"LLM_PROXY_IP": "10.0.0.7"}
+    environ = {"LLM_PROXY_IP": "gpu-box"}
     gateway = loaded(environ=environ).gateway
-    assert (gateway.host, gateway.address(8400)) == ("0.0.0.0", "http://10.0.0.7:8400")
-    with pytest.raises(ScenarioError, match=r"advertise_host: agents would connect to 10.0.0.7, but the gateway"):
+    assert (gateway.host, gateway.address(8400)) == ("0.0.0.0", "http://gpu-box:8400")
+    with pytest.raises(ScenarioError, match=r"advertise_host: agents would connect to gpu-box, but the gateway"):
         loaded("gateway.host=127.0.0.1", environ=environ)
     gateway = loaded("gateway.host=0.0.0.0", environ=environ).gateway
-    assert gateway.address(8400) == "http://10.0.0.7:8400"
+    assert gateway.address(8400) == "http://gpu-box:8400"
 
 
 def test_t09_error_messages_name_the_key(loaded):

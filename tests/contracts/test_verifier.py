@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.execution.sandbox import links, sandbox_of
+from loopwright.execution.sandbox import Bounds, links, sandbox_of
 from tests.rollouts.harbor import run_verifier, write
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
@@ -104,6 +104,48 @@ def test_a05_an_agent_that_keeps_its_tests_from_running_scores_zero(tmp_path, tr
     path = write(tmp_path / "task", test=DIFF, **EXPECTED)
     done = report(path, tmp_path, sandbox=available("bwrap"), agent=trick)
     assert done["rewards"] == {"reward": 0.0}
+
+
+WAITING = {
+    "mkfifo answer.txt": "the pipe /app/answer.txt",
+    "truncate -s 10T answer.txt": "the sparse file /app/answer.txt",
+    "mkfifo /tmp/pipe": "the pipe /tmp/pipe",
+}
+
+
+@pytest.mark.parametrize("trick", WAITING)
+def test_a05_an_answer_that_keeps_its_tests_waiting_scores_zero(tmp_path, isolating, trick):
+    """A pipe without a writer or a file without end: the tests do not finish, and that is the agent's fault."""
+    toml = "[verifier]\ntimeout_sec = 3.0\n"
+    test = f'if [ "$(tr -d "\\0" < answer.txt; cat /tmp/pipe)" = 42 ]; {GRADE}'
+    done = report(write(tmp_path / "task", toml=toml, test=test, **EXPECTED), tmp_path, sandbox=isolating, agent=trick)
+    assert done["rewards"] == {"reward": 0.0}
+    assert done["is_forfeit"]
+    assert f"test.sh was stopped after 3 s; the agent left {WAITING[trick]}" in done["output"]
+    assert "stopped" not in done
+
+
+def test_a05_a_huge_answer_does_not_exhaust_the_memory_of_its_tests(tmp_path):
+    """Given tests that read all of it, their memory bound ends them, and the agent gets a zero."""
+    test = "python3 -c 'open(\"answer.txt\").read()' || exit 1"
+    path = write(tmp_path / "task", test=test)
+    sandbox = sandbox_of("bwrap", Bounds(memory_bytes=256 << 20)) if available("bwrap") else None
+    done = report(path, tmp_path, sandbox=sandbox, agent="truncate -s 1T answer.txt")
+    assert done["rewards"] == {"reward": 0.0}
+    assert "the sparse file /app/answer.txt" in done["output"]
+
+
+def test_a05_a_pipe_that_the_task_asks_for_is_scored_by_its_tests(tmp_path, sandbox):
+    path = write(tmp_path / "task", test=f"if [ -p queue ]; {GRADE}")
+    assert report(path, tmp_path, sandbox=sandbox, agent="mkfifo queue")["rewards"] == {"reward": 1.0}
+
+
+def test_a05_tests_that_hang_without_a_cause_in_the_workspace_are_no_zero(tmp_path, sandbox):
+    """A pipe that the tests make themselves is not the agent's."""
+    path = write(tmp_path / "task", toml="[verifier]\ntimeout_sec = 2.0\n", test="mkfifo pipe; cat pipe")
+    done = report(path, tmp_path, sandbox=sandbox, agent="echo 42 > answer.txt")
+    assert done["error"] == "test.sh was stopped after 2 s"
+    assert done["stopped"]
 
 
 def test_a05_tests_that_are_broken_without_the_agent_are_no_zero(tmp_path):

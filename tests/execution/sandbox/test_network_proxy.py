@@ -78,11 +78,11 @@ def test_running_out_of_file_descriptors_is_an_error_and_leaves_none_open():
 
 def test_names_and_loopback_stay_and_other_addresses_become_loopback():
     """Given several addresses, each has its own address inside; names stay, so that certificates match."""
-    urls = ("https://models.example/v1", "http://10.0.0.5:8400", "http://10.0.0.6:8400", "http://localhost:9/x")
+    urls = ("https://models.example/v1", "http://[::1]:8400", "http://0.0.0.0:8400", "http://localhost:9/x")
     proxy = NetworkProxy(urls)
     assert proxy.url_inside("https://models.example/v1/chat") == "https://models.example/v1/chat"
-    assert proxy.url_inside("http://10.0.0.5:8400/a?b=c") == "http://127.77.0.2:8400/a?b=c"
-    assert proxy.url_inside("http://10.0.0.6:8400") == "http://127.77.0.3:8400"
+    assert proxy.url_inside("http://[::1]:8400/a?b=c") == "http://127.77.0.2:8400/a?b=c"
+    assert proxy.url_inside("http://0.0.0.0:8400") == "http://127.77.0.3:8400"
     assert proxy.url_inside("http://localhost:9/y") == "http://localhost:9/y"
     assert proxy.hosts() == "127.0.0.1\tlocalhost\n127.77.0.1\tmodels.example\n"
 

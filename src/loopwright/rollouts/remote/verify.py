@@ -10,6 +10,7 @@ import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.sandbox import Sandbox, SandboxError, SandboxInstance
 from loopwright.execution.sandbox.files import remove, remove_in_background, run_in_thread
 from loopwright.execution.sandbox.links import UncheckedLinks, remove_outward_links
+from loopwright.execution.sandbox.traps import find_traps
 from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout
 from loopwright.rollouts.tasks.harbor.reward import BrokenTests, read_rewards
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
@@ -67,6 +69,8 @@ class PreparedTask:
     """Variables of the task's environment, for the agent and the tests."""
     tests_env: Mapping[str, Mapping[str, str]]
     """Variables of the tests only, by the name of their step."""
+    prepared_ns: int = field(compare=False)
+    """When that was, by the clock of the workspace's file system."""
 
     @property
     def sandbox_options(self) -> dict[str, Any]:
@@ -93,7 +97,8 @@ def prepare(
         sandbox.images.copy_out(layout.image, layout.workdir, workspace)
     layout.copy_into(workspace)
     _check_unchanged(harbor_task)
-    return PreparedTask(harbor_task, layout, env, tests_env)
+    workspace.touch()
+    return PreparedTask(harbor_task, layout, env, tests_env, workspace.stat().st_ctime_ns)
 
 
 def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
@@ -128,13 +133,14 @@ async def verify(
     *,
     marker: str = "",
     on_start: OnStart = lambda _: None,
+    timeout_s: float = math.inf,
 ) -> VerifierReport:
     """Run a step's tests in the sandbox that the agent used. Raises only if the sandbox fails or the disk is full.
 
     The tests run from fresh copies below `scratch`, which no agent could see, at a path that none can guess, with a
     separate home directory. Programs and modules are searched only where no agent could have put any, and links that
-    lead out of the workspace are removed. Broken tests give an `error`, unless the agent may have broken them by
-    changes to the system: then the reward is zero.
+    lead out of the workspace are removed. Broken tests, and those that take longer than `timeout_s`, give an `error`,
+    unless the agent may have caused that by what it left: then the reward is zero.
     """
     directory = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=scratch, prefix="tests-"))
     try:
@@ -147,28 +153,35 @@ async def verify(
             removed_links = await run_in_thread(remove_outward_links, sandbox)
         except UncheckedLinks as error:
             return {**FORFEIT, "output": str(error)}
+        traps = await run_in_thread(partial(find_traps, sandbox), prepared.prepared_ns)
         await asyncio.to_thread(_open_up, sandbox.workspace)
         mounts = {mount: directory / Path(mount).name for mount in (_VERIFIER, _HOME)}
         env = {**_trusted_search_paths(sandbox), **prepared.env, **prepared.tests_env[step.name]}
         paths = await asyncio.to_thread(_choose_paths, directory / "tests")
-        read_only = {_TESTS: directory / "tests"}
-        script = TaskScript(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, read_only, paths)
+        timeout_s = min(timeout_s, step.verifier_timeout_s)
+        script = TaskScript(f"{_TESTS}/{TEST}", mounts, env, timeout_s, {_TESTS: directory / "tests"}, paths)
         completion = await executor.run(script.command(sandbox, directory, marker), on_start)
         if sandbox.setup_failed(completion):
             reason = f"the sandbox for the tests could not be set up: {_output_tail(directory)}"
             if await asyncio.to_thread(sandbox.is_ruined):
                 return {**FORFEIT, "output": f"{reason} (because of what the agent left in it)"}
             raise SandboxError(reason)
-        report = await asyncio.to_thread(
-            _report, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit
-        )
+        report = await asyncio.to_thread(_report, directory, completion, timeout_s, sandbox.exceeded_limit)
+        # Or an agent could avoid a zero: remove the tests' shell, or leave a pipe for them to wait for.
         if "error" in report and await asyncio.to_thread(sandbox.has_changed_system):
-            # Or an agent could remove the tests' shell to avoid a zero.
-            reason = f"{report.pop('error')} (after the agent changed files in /usr or /etc)"
-            report = {**report, **FORFEIT, "output": f"{report['output']}\n{reason}".strip()}
+            report = _forfeit(report, "the agent changed files in /usr or /etc")
+        elif "error" in report and traps:
+            report = _forfeit(report, f"the agent left {', '.join(traps)}")
         return {**report, "removed_links": removed_links[:_MAX_LINKS]} if removed_links else report
     finally:
         await remove_in_background(directory)
+
+
+def _forfeit(report: VerifierReport, cause: str) -> VerifierReport:
+    """The report of broken tests that may be broken because of the agent."""
+    output = f"{report['output']}\n{report['error']}; {cause}".strip()
+    details = {name: value for name, value in report.items() if name not in ("error", "stopped")}
+    return {**details, **FORFEIT, "output": output}
 
 
 @dataclass(frozen=True, slots=True)
