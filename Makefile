@@ -17,7 +17,7 @@ $(VENV)/.core: pyproject.toml constraints.txt  # Loopwright itself, without extr
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.core
-	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gateway,gp,parquet,ray,rl,rollouts,train,trl]'
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[datasets,dev,gateway,gp,parquet,ray,rl,rollouts,train,trl]'
 	@touch $@
 
 $(VENV)/.train: $(VENV)/.core  # for the training demo

@@ -64,12 +64,12 @@ PACKAGES = {
         write_best write_csv write_parquet write_report
     """,
     "loopwright.rollouts": """
-        AgentLoop BatchJudger BatchJudgerConfig Buffer Collect CollectConfig DiscardedGroups Episode EpisodeJudge
-        EvalConfig FunctionJudger Group GroupJudger GroupProducer JsonlTasks JudgeFailed JudgeWorker Judger JudgerClient
-        JudgerConfig JudgerDown LocalPool LoopConfig LoopWorker MemoryBuffer ParquetTasks Payload PolicySource
-        ProduceConfig ProductionFailed Prompt PythonTasks RolloutConfig RolloutEnv RolloutRequest SingleTurn
-        SingleTurnConfig Task TaskMix TasksConfig TasksError Verdict build_judger_client build_pool guard_judger
-        rollout_env
+        AgentLoop BatchJudger BatchJudgerConfig Buffer Collect CollectConfig DatasetsTasks DiscardedGroups Episode
+        EpisodeJudge EvalConfig FunctionJudger Group GroupJudger GroupProducer JsonlTasks JudgeFailed JudgeWorker
+        Judger JudgerClient JudgerConfig JudgerDown LocalPool LoopConfig LoopWorker MemoryBuffer ParquetTasks Payload
+        PolicySource ProduceConfig ProductionFailed Prompt PythonTasks RolloutConfig RolloutEnv RolloutRequest
+        SingleTurn SingleTurnConfig Task TaskMix TasksConfig TasksError Verdict build_judger_client build_pool
+        guard_judger rollout_env
     """,
     "loopwright.rollouts.judgers": """
         BaseJudger BatchJudger BatchJudgerConfig FunctionJudger GroupJudger GuardedJudger JudgeFailed JudgeWorker
@@ -86,7 +86,7 @@ PACKAGES = {
         AgentSession EmbeddedGatewayHost ExternalGatewayHost GatewayAccess GatewayHost RemoteConfig
     """,
     "loopwright.rollouts.tasks": """
-        JsonlTasks ParquetTasks Prompt PythonTasks TaskMix TasksConfig TasksError
+        DatasetsTasks JsonlTasks ParquetTasks Prompt PythonTasks TaskMix TasksConfig TasksError
     """,
     "loopwright.rollouts.trial_server": """
         Submission TrialServer TrialServerClient TrialServerConfig

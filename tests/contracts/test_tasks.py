@@ -5,9 +5,10 @@ import pytest
 
 import loopwright
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.rollouts.tasks.files import ParquetTasks
 from loopwright.rollouts.tasks.harbor import cache as harbor_cache
 from loopwright.rollouts.tasks.harbor.source import HarborTasks, TaskLocator
-from loopwright.rollouts.tasks.sources import ParquetTasks, TasksError
+from loopwright.rollouts.tasks.sources import TasksError
 from tests.rollouts.harbor import task_at, write
 
 VERL = {"data_source", "prompt", "ability", "reward_model", "extra_info"}

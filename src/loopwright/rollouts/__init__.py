@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
     from loopwright.rollouts.pools.local import LocalPool
     from loopwright.rollouts.producer import GroupProducer, ProductionFailed
+    from loopwright.rollouts.tasks.files import DatasetsTasks, JsonlTasks, ParquetTasks
     from loopwright.rollouts.tasks.mix import Prompt, TaskMix
-    from loopwright.rollouts.tasks.sources import JsonlTasks, ParquetTasks, PythonTasks, TasksConfig, TasksError
+    from loopwright.rollouts.tasks.sources import PythonTasks, TasksConfig, TasksError
 
 _MODULES = {
     "AgentLoop": "loops.base",
@@ -44,13 +45,14 @@ _MODULES = {
     "Buffer": "buffer",
     "Collect": "collect",
     "CollectConfig": "collect",
+    "DatasetsTasks": "tasks.files",
     "DiscardedGroups": "group",
     "EpisodeJudge": "group",
     "EvalConfig": "evaluation",
     "FunctionJudger": "judgers.python",
     "Group": "group",
     "GroupJudger": "judgers.base",
-    "JsonlTasks": "tasks.sources",
+    "JsonlTasks": "tasks.files",
     "JudgeFailed": "judgers.base",
     "JudgeWorker": "judgers.judger_client",
     "Judger": "judgers.base",
@@ -61,7 +63,7 @@ _MODULES = {
     "LoopConfig": "loops.base",
     "LoopWorker": "loops.worker",
     "MemoryBuffer": "buffer",
-    "ParquetTasks": "tasks.sources",
+    "ParquetTasks": "tasks.files",
     "Payload": "judgers.base",
     "PolicySource": "env",
     "ProduceConfig": "config",
@@ -91,6 +93,7 @@ __all__ = [
     "Buffer",
     "Collect",
     "CollectConfig",
+    "DatasetsTasks",
     "DiscardedGroups",
     "Episode",
     "EpisodeJudge",

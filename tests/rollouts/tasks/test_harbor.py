@@ -8,12 +8,13 @@ from pathlib import PurePosixPath
 import pytest
 
 from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.tasks.files import JsonlTasks
 from loopwright.rollouts.tasks.harbor import cache as harbor_cache
 from loopwright.rollouts.tasks.harbor.dockerfile import read_layout
 from loopwright.rollouts.tasks.harbor.source import HarborTasks, TaskLocator, scan
 from loopwright.rollouts.tasks.harbor.task import HarborTask, directory_digest
 from loopwright.rollouts.tasks.mix import TaskMix
-from loopwright.rollouts.tasks.sources import JsonlTasks, TasksError, shared_tasks
+from loopwright.rollouts.tasks.sources import TasksError, shared_tasks
 from tests.rollouts.harbor import task_at, write
 
 

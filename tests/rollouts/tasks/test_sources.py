@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.core.task import Task
+from loopwright.rollouts.tasks.files import JsonlTasks, ParquetTasks
 from loopwright.rollouts.tasks.mix import TaskMix
-from loopwright.rollouts.tasks.sources import JsonlTasks, ParquetTasks, PythonTasks, TasksConfig, TasksError
+from loopwright.rollouts.tasks.sources import PythonTasks, TasksConfig, TasksError
 
 
 def tasks(count, name="t"):

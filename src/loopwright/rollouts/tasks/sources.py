@@ -1,9 +1,8 @@
-"""Sources of tasks: JSON Lines and Parquet files, Python functions, and what a scenario lists under `tasks`."""
+"""Sources of tasks: their base, Python functions, and what a scenario lists under `tasks`."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,48 +90,6 @@ class TasksConfig(Config, ABC):
         return []
 
 
-class FileTasks(TasksConfig, ABC):
-    """A source that is one file."""
-
-    path: str
-    """The file, relative to the scenario."""
-
-    def label(self) -> str:
-        return self.name or Path(self.path).stem
-
-
-class JsonlTasks(FileTasks):
-    """A file with one JSON object per line."""
-
-    type: Literal["jsonl"] = "jsonl"
-
-    def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:
-        return (row for _, row in self.located_rows(scenario_dir))
-
-    def located_rows(self, scenario_dir: Path) -> Iterable[tuple[str, Any]]:
-        with (scenario_dir / self.path).open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                location = f"{self.path}, line {number}"
-                if line.strip():
-                    try:
-                        yield location, orjson.loads(line)
-                    except orjson.JSONDecodeError as error:
-                        raise TasksError(f"{location}: {error}") from error
-
-
-class ParquetTasks(FileTasks):
-    """A Parquet file with a row per task."""
-
-    type: Literal["parquet"] = "parquet"
-
-    def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:
-        try:
-            parquet = import_module("pyarrow.parquet")
-        except ModuleNotFoundError as error:
-            raise TasksError("reading Parquet needs: pip install 'loopwright[parquet]'") from error
-        return parquet.read_table(scenario_dir / self.path).to_pylist()  # type: ignore[no-any-return]
-
-
 class PythonTasks(TasksConfig):
     """A Python function that returns the rows."""
 
@@ -154,9 +111,14 @@ class PythonTasks(TasksConfig):
 
 
 task_sources: Registry[type[TasksConfig]] = Registry("task source", "loopwright.tasks", TasksConfig)
-for _class in (JsonlTasks, ParquetTasks, PythonTasks):
-    task_sources.add(_class.model_fields["type"].default, _class)
-task_sources.add_lazily("harbor", "loopwright.rollouts.tasks.harbor.source:HarborTasks")
+for _name, _class in {
+    "jsonl": "files:JsonlTasks",
+    "parquet": "files:ParquetTasks",
+    "datasets": "files:DatasetsTasks",
+    "python": "sources:PythonTasks",
+    "harbor": "harbor.source:HarborTasks",
+}.items():
+    task_sources.add_lazily(_name, f"loopwright.rollouts.tasks.{_class}")
 
 _parse_source = config_parser(task_sources)
 
