@@ -21,6 +21,7 @@ poll_s = 1
 name = "work"
 agent = {{ type = "grid" }}
 reward = {{ type = "identity", metrics = ["y"] }}
+{run}
 [run.workload]
 type = "command"
 files = ["work.sh"]
@@ -37,11 +38,18 @@ echo "y: $1"
 
 
 def campaign(
-    directory: Path, trials: int, *, parallel: int, system: str = "", workload: str = "", work: str = WORK
+    directory: Path,
+    trials: int,
+    *,
+    parallel: int,
+    system: str = "",
+    run: str = "",
+    workload: str = "",
+    work: str = WORK,
 ) -> Campaign:
     """A campaign of this many trials; each prints its argument."""
     values = list(range(1, trials + 1))
-    text = SCENARIO.format(parallel=parallel, system=system, workload=workload, values=values)
+    text = SCENARIO.format(parallel=parallel, system=system, run=run, workload=workload, values=values)
     return Campaign(directory, text, work=work)
 
 

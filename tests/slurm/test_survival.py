@@ -58,6 +58,30 @@ def test_c02_a_kill_at_any_moment_of_submission_leaves_each_trial_once(slurm, tm
     assert sorted(log.read_text().split()) == ["1", "2", "3", "4"]
 
 
+@pytest.mark.parametrize("stage", ["pre", "post"])
+def test_c02_a_step_that_runs_is_adopted_and_what_has_ended_is_not_repeated(slurm, tmp_path, stage):
+    """Given a kill while a step is in the queue, each of the three commands of a trial runs once."""
+    gate, log = tmp_path / "gate", tmp_path / "log"
+    wait = f"while [ ! -e {gate} ]; do sleep 0.2; done"
+    steps = {"pre": f"echo pre >> {log}", "post": f"echo post >> {log}"}
+    steps[stage] += f"; {wait}"
+    run = "\n".join(f'{key} = [["sh", "-c", "{command}"]]' for key, command in steps.items())
+    one = campaign(tmp_path, 2, parallel=1, run=run, work=f'#!/bin/sh\necho work >> {log}\necho "y: $1"\n')
+    process = one.start()
+    eventually(lambda: log.exists() and stage in log.read_text().split(), process)
+    before = set(jobs_of(slurm, "RUNNING"))
+    os.killpg(process.pid, signal.SIGKILL)
+    end_of(process)
+    process = one.start("resume")
+    time.sleep(3)  # long enough to submit it again
+    assert set(jobs_of(slurm, "RUNNING", "PENDING")) == before
+    gate.touch()
+    result = end_of(process)
+    assert result.code == 0, result.err
+    assert log.read_text().split() == ["pre", "work", "post"] * 2
+    assert [(trial.number, trial.metrics["y"]) for trial in trials_of(one)] == [(1, 1), (2, 2)]
+
+
 def test_s12_an_interrupted_run_cancels_its_jobs_and_resumes(slurm, tmp_path):
     gate, work = gated(tmp_path)
     one = campaign(tmp_path, 6, parallel=6, work=work)

@@ -1,10 +1,11 @@
-"""Steps around a workload: commands that run before and after each trial, in directories of their own."""
+"""Steps around a workload: commands that run before and after each trial, each in its own directory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import Field, field_validator, model_validator
 
 from loopwright.core.config import Config
@@ -25,7 +26,6 @@ from loopwright.workloads.base import (
 from loopwright.workloads.command import CommandWorkload, describe_ending
 from loopwright.workloads.command_config import check_template, missing_program
 
-_DONE = ".done"
 TRIAL_VARIABLE = "LOOPWRIGHT_TRIAL_DIRECTORY"
 """Where a step finds the trial's directory, which exists once the workload has started."""
 
@@ -93,48 +93,67 @@ class SteppedWorkload(Workload):
         return fingerprint_of(f"{own}{[step.model_dump_json() for step in (*self._pre, *self._post)]}{len(self._pre)}")
 
     async def run(self, job: Job) -> Result:
+        if not self._pre and not self._post:
+            return await self._run_workload(job)
         result = None
-        handle = job.handle
         try:
             for number, step in enumerate(self._pre, 1):
-                directory = self._directory(job, f"pre-{number}")
-                if job.handle and (directory / _DONE).exists():
-                    continue
-                # The job to adopt is that of the first step which is not done.
-                result = await self._run_step(directory, step, replace(job, handle=handle))
-                handle = ""
-                if result is not None:
+                ending = await self._stage(job, f"pre-{number}", step)
+                if ending.outcome is not Outcome.OK:
+                    result = ending
                     break
-            if result is None:
-                handle = handle if job.directory.exists() else ""
-                result = await self._workload.run(replace(job, handle=handle, on_start=self._reporting(job)))
+            result = result or await self._stage(job, "workload")
             if result.outcome is Outcome.LOST:
                 return result
             for number, step in enumerate(self._post, 1):
-                failure = await self._run_step(self._directory(job, f"post-{number}"), step, replace(job, handle=""))
-                if failure is not None and result.outcome is Outcome.OK:
-                    result = replace(failure, usage=result.usage)
+                ending = await self._stage(job, f"post-{number}", step)
+                if ending.outcome is not Outcome.OK and result.outcome is Outcome.OK:
+                    result = replace(ending, usage=result.usage)
         except LaunchError as error:
             return launch_failure(error)
         return result
 
-    def _reporting(self, job: Job) -> Callable[[str], None]:
+    async def _stage(self, job: Job, name: str, step: StepConfig | None = None) -> Result:
+        """Run a step or the workload, unless the process that died has seen its end.
+
+        The job that the process left behind belongs to the stage which recorded it.
+        """
+        directory = self.site.directory / "steps" / str(job.trial) / name
+        ending, handle = directory / ".result.json", directory / ".handle"
+        with storage(directory):
+            if job.handle and ending.exists():
+                table = orjson.loads(ending.read_bytes())
+                return Result(Outcome(table["outcome"]), table["metrics"], table["reason"], usage=table["usage"])
+            adopts = job.handle and handle.exists() and handle.read_text() == job.handle
+        if not adopts:
+            recreate(directory)
+
+        def started(job_handle: str) -> None:
+            with storage(directory):
+                handle.write_text(job_handle)
+            job.on_start(job_handle)
+
+        stage = replace(job, handle=job.handle if adopts else "", on_start=started)
+        result = await (self._run_workload(stage) if step is None else self._run_step(directory, step, stage))
+        if result.outcome is not Outcome.LOST:
+            part = directory / ".result.json.part"
+            with storage(directory):
+                part.write_bytes(orjson.dumps(result))
+                part.rename(ending)
+        return result
+
+    async def _run_workload(self, job: Job) -> Result:
         def started(handle: str) -> None:
             job.on_start(handle)
             self._on_start()
 
-        return started
+        return await self._workload.run(replace(job, on_start=started))
 
-    def _directory(self, job: Job, name: str) -> Path:
-        return self.site.directory / "steps" / str(job.trial) / name
-
-    async def _run_step(self, directory: Path, step: StepConfig, job: Job) -> Result | None:
-        """Run one step; returns its failure."""
+    async def _run_step(self, directory: Path, step: StepConfig, job: Job) -> Result:
         if self._executor is None:
             raise RuntimeError("a workload with steps has an executor")
         job.flush_reservation()
         if not job.handle:
-            recreate(directory)
             link_into(directory, self.site.scenario_dir, self.config.files)
         timeout_s = step.timeout_s if step.timeout_s is not None else self.config.timeout_s
         command = Command(
@@ -151,9 +170,7 @@ class SteppedWorkload(Workload):
         )
         done = await self._executor.run(command, job.on_start)
         if done.exit_code == 0 and not done.timed_out:
-            with storage(directory):
-                (directory / _DONE).touch()
-            return None
+            return Result(Outcome.OK)
         outcome = Outcome.TIMEOUT if done.timed_out else Outcome.CRASHED
         ending = describe_ending(done, timeout_s, directory / "stderr")
         return Result(outcome, reason=f"the step in steps/{job.trial}/{directory.name} failed: {ending}")
