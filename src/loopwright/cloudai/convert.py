@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -23,6 +23,7 @@ from loopwright.cloudai.files import (
 )
 from loopwright.cloudai.templates import templates
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
+from loopwright.spaces.parameter import nested
 
 _AGENTS = {"grid_search": "grid"}
 """Agents that have another name here."""
@@ -149,7 +150,8 @@ class _Converter:
             "exclude": self._same_nodes("exclude_nodes"),
         }
         if self._single_sbatch:
-            counts = [count for run in runs for count in _as_list(run["workload"].get("nodes", 1))]
+            sizes = [run["workload"].get("nodes", 1) for run in runs]
+            counts = [max(size) if isinstance(size, list) else size for size in sizes]
             limits = [run["workload"].get("timeout_s") for run in runs]
             has_limit = all(limits) and not any("agent" in run for run in runs)
             total = (
@@ -190,16 +192,16 @@ class _Converter:
         if run.nodes:
             nodes = sum(map(_count_nodes, run.nodes))
         env = {name: value if isinstance(value, list) else str(value) for name, value in self._env(test).items()}
-        drawn = {name: param for name, param in test.env_params.items() if name in values.searched}
-        for name in test.env_params.keys() - drawn.keys():
+        env_params = {name: param for name, param in test.env_params.items() if name in values.searched}
+        for name in test.env_params.keys() - env_params.keys():
             self._problems.append(Problem(f"{key} env_params", f"{name!r} is not a list in cmd_args."))
         is_search = bool(
-            values.searched.keys() - drawn.keys()
+            values.searched.keys() - env_params.keys()
             or isinstance(nodes, list)
             or any(isinstance(value, list) for value in env.values())
         )
         workload: dict[str, Any] = {"type": "command", "command": self._command(run, test, values)}
-        limits = [run.time_limit, *(hook.time_limit for kind in self._source.hooks for hook in self._hook_runs(kind))]
+        limits = [run.time_limit, *(run.time_limit for hook in self._source.hooks.values() for run, _ in hook.runs)]
         if run.time_limit is not None:
             workload["timeout_s"] = sum(seconds_of(limit) for limit in limits if limit is not None)
         if self._is_slurm:
@@ -207,10 +209,11 @@ class _Converter:
         elif nodes != 1:
             self._notes.append(f"{run.id}: num_nodes is ignored on a standalone system")
         workload |= self._metrics(key, test, is_search)
-        workload["args"] = _nested_choices(values.searched)
+        # A list of one value stays a dimension, as in CloudAI.
+        workload["args"] = nested({n: v if len(v) > 1 else {"values": v} for n, v in values.searched.items()})
         workload["env"] = {name: {"values": v} if isinstance(v, list) else v for name, v in env.items()}
         table: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9_.-]", "-", run.id).lstrip(".-") or "test"}
-        table |= self._search(key, test, drawn) if is_search else self._plain(run)
+        table |= self._search(key, test, env_params) if is_search else self._plain(run)
         if is_search and run.dependencies:
             self._problems.append(Problem(f"{key} dependencies", "a searched test cannot depend on others; remove it."))
         if test.env_params and not is_search:
@@ -236,7 +239,7 @@ class _Converter:
                 text = "nothing is installed; put it where the nodes see it, and mount it by extra_container_mounts."
                 self._problems.append(Problem(f"{key} {name}", text))
         if isinstance(file := args.get("job_file"), str) and Path(file).exists():
-            args["job_file"] = str(Path(file).absolute())  # a trial has a directory of its own
+            args["job_file"] = str(Path(file).absolute())  # each trial has its own directory
         for name, value in args.items():
             if value == []:
                 self._problems.append(Problem(f"{key} cmd_args.{name}", "an empty list has nothing to choose from."))
@@ -304,9 +307,6 @@ class _Converter:
                 words += shlex.split(option.format(str(value).lower() if isinstance(value, bool) else value))
         return [_literal(word) for word in (*words, *nsys.get("extra_args", ()))]
 
-    def _hook_runs(self, kind: str) -> Iterable[TestRun]:
-        return (run for run, _ in self._source.hooks[kind].runs)
-
     # -- what a run does ------------------------------------------------------------------------------------------
 
     def _metrics(self, key: str, test: TestDefinition, is_search: bool) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class _Converter:
                 self._notes.append(f"{run.id}: end_post_comp: {text}; CloudAI would end it together with {one.id}")
         return table | ({"depends_on": depends_on} if depends_on else {})
 
-    def _search(self, key: str, test: TestDefinition, drawn: Mapping[str, Any]) -> dict[str, Any]:
+    def _search(self, key: str, test: TestDefinition, env_params: Mapping[str, Any]) -> dict[str, Any]:
         """The agent, its reward and what the environment draws."""
         template = templates[test.test_template_name]
         metrics = [_identifier(name) for name in template.metrics or ("default",)]
@@ -359,18 +359,14 @@ class _Converter:
         }
         if rewards:
             table["rewards"] = rewards
-        if drawn:
-            weights = {n: {"weights": list(p.weights)} if p.weights is not None else {} for n, p in drawn.items()}
+        if env_params:
+            weights = {n: {"weights": list(p.weights)} if p.weights is not None else {} for n, p in env_params.items()}
             table["env_params"] = weights
         return table
 
 
 def _identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _count_nodes(text: str) -> int:
@@ -380,15 +376,3 @@ def _count_nodes(text: str) -> int:
         return 1
     ranges = [part.split("-") for part in match[1].split(",")]
     return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
-
-
-def _nested_choices(searched: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The searched arguments as tables; a list of one value stays a dimension, as in CloudAI."""
-    result: dict[str, Any] = {}
-    for name, candidates in searched.items():
-        *path, last = name.split(".")
-        table = result
-        for part in path:
-            table = table.setdefault(part, {})
-        table[last] = list(candidates) if len(candidates) > 1 else {"values": list(candidates)}
-    return result

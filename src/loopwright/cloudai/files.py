@@ -187,19 +187,21 @@ def read_scenario(path: Path, tests: Path | None, hooks: Path | None = None) -> 
     config = _model(path, "", _read(path), ScenarioFile)
     definitions = _definitions(tests)
     names = {kind: name for kind in ("pre_test", "post_test") if (name := getattr(config, kind)) is not None}
-    directory = _hook_directory(path, hooks) if names else Path()
+    # By default `conf/hook` here, or `hook` in a folder above the scenario.
+    places = [Path("conf/hook"), *(parent / "hook" for parent in list(path.absolute().parents)[1:4])]
+    directory = hooks or next((place for place in places if place.is_dir()), places[0])
     files = {_read(file).get("name"): file for file in sorted(directory.glob("*.toml"))} if names else {}
-    found = {}
+    hook_scenarios = {}
     for kind, name in names.items():
         if name not in files:
-            fix = f"{did_you_mean(name, [str(known) for known in files])} Give its directory with --hook-dir."
+            fix = f"{did_you_mean(name, list(map(str, files)))} Give its directory with --hook-dir."
             raise ScenarioError(path, [Problem(kind, f"no hook {name!r} in {directory}. {fix}")])
-        found[kind] = _complete(
+        hook_scenarios[kind] = _complete(
             files[name],
             _model(files[name], "", _read(files[name]), ScenarioFile),
             {**definitions, **_definitions(directory / "test")},
         )
-    return _complete(path, config, definitions, found)
+    return _complete(path, config, definitions, hook_scenarios)
 
 
 def _complete(
@@ -277,18 +279,12 @@ def _definitions(directory: Path | None) -> dict[str, dict[str, Any]]:
     if directory is None or not directory.is_dir():
         return {}
     files = sorted(directory.rglob("*.toml"), key=lambda file: (len(file.parts), file))
-    found: dict[str, dict[str, Any]] = {}
+    tests: dict[str, dict[str, Any]] = {}
     for file in files:
         table = _read(file)
         if "test_template_name" in table:
-            found.setdefault(str(table.get("name")), table)
-    return found
-
-
-def _hook_directory(scenario: Path, hooks: Path | None) -> Path:
-    """The directory of hooks: the given one, `conf/hook` here, or `hook` in a folder above the scenario."""
-    candidates = [Path("conf/hook"), *(parent / "hook" for parent in list(scenario.absolute().parents)[1:4])]
-    return hooks or next((each for each in candidates if each.is_dir()), candidates[0])
+            tests.setdefault(str(table.get("name")), table)
+    return tests
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _MAX_OUTPUT_BYTES = 64 * 2**20
 
 
 def run_hooks(kind: str, commands: Sequence[str]) -> bool:
-    """Run hooks one after another, each with files of its own; whether all succeeded."""
+    """Run hooks one after another, each with its own files; whether all succeeded."""
     succeeded = True
     for number, command in enumerate(commands, 1):
         stdout, stderr = (Path(f"{kind}.{number}.{stream}") for stream in ("stdout", "stderr"))

@@ -90,6 +90,6 @@ def read_fio(output: str, options: Sequence[str] = ("all", "bw", "sum")) -> dict
         if name in row
     }
     operation, name, aggregate = options
-    chosen = rows[:1] if operation == "first" else [r for r in rows if operation in ("all", r["operation"])]
-    values = [float(row[name]) for row in chosen if name in row]
+    selection = rows[:1] if operation == "first" else [r for r in rows if operation in ("all", r["operation"])]
+    values = [float(row[name]) for row in selection if name in row]
     return metrics | ({"default": _AGGREGATES[aggregate](values)} if values and aggregate in _AGGREGATES else {})
