@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
     from loopwright.gateway.sessions.session import Session
     from loopwright.ledger.ledger import Ledger
-    from loopwright.ledger.observer import Observer
+    from loopwright.ledger.trial_book import Observer
     from loopwright.rollouts.judgers.base import Judger, JudgerConfig, Payload
     from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
     from loopwright.rollouts.tasks.sources import TasksConfig
@@ -73,7 +73,7 @@ _MODULES = {
     "NoResult": "api.study",
     "ObsLeafDescriptor": "envs.gym.observation",
     "Observation": "core.trial",
-    "Observer": "ledger.observer",
+    "Observer": "ledger.trial_book",
     "Outcome": "core.outcome",
     "Payload": "rollouts.judgers.base",
     "PendingTrial": "api.ask_tell",

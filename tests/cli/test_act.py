@@ -48,7 +48,7 @@ def test_it_gives_the_same_answer_in_a_separate_process(act, policy, loopwright)
     [
         ((), "this policy acts on the regime wind; give each parameter with --regime"),
         (("--regime", "wind=0", "--regime", "sea=1"), "acts on the regime wind"),
-        (("--regime", "wind=7"), "--regime wind: 7 is none of 0, 1"),
+        (("--regime", "wind=7"), "--regime wind: 7 is not one of 0, 1"),
         (("--regime", "wind"), "write NAME=VALUE"),
         (("--regime", "wind=0", "--regime", "wind=1"), "--regime wind is given twice"),
         (("--regime", "wind=0", "--observation", "[0]"), "--observation is for live policies"),
@@ -98,7 +98,7 @@ def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
             ("--observation", "[1, 0, 0]"),
             "this policy acts on the regime g; give each parameter with --regime",
         ),
-        (("--regime", "g=2", "--observation", "[1, 0, 0]"), "--regime g: 2 is none of 9.8, 1.6"),
+        (("--regime", "g=2", "--observation", "[1, 0, 0]"), "--regime g: 2 is not one of 9.8, 1.6"),
     ):
         code, _, err = act(policy, *words)
         assert code == 1

@@ -11,8 +11,7 @@ from loopwright.core.reward import Identity, Objectives, Penalties, RewardFuncti
 from loopwright.core.trial import Action, Feedback, Observation, Regime, Result, Trial
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer
-from loopwright.ledger.trial_book import TrialBook
+from loopwright.ledger.trial_book import Observer, TrialBook
 from loopwright.scenario.dispatch import dispatch, reopen
 from loopwright.scenario.load import load
 from loopwright.spaces.space import Draws

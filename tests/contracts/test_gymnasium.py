@@ -204,7 +204,7 @@ def test_g04_an_invalid_action_is_a_value_error_that_names_the_parameter(study):
     ):
         with pytest.raises(ValueError, match=words):
             env.step(action)
-    with pytest.raises(ValueError, match="tile: 9 is none of 8, 16, 32"):
+    with pytest.raises(ValueError, match="tile: 9 is not one of 8, 16, 32"):
         env.encode_action({"tile": 9, "rate": 1.0, "depth": 2})
     with pytest.raises(ValueError, match="missing fixed parameter 'one'"):
         env.step_raw({"tile": 8, "rate": 1.0, "depth": 2})

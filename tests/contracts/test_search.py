@@ -21,7 +21,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Negative
 from loopwright.core.trial import Action, Observation, Result, Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer
+from loopwright.ledger.trial_book import Observer
 from loopwright.scenario.dispatch import drive
 from tests.contracts.harness import AnySpace, FunctionEnv, ListedAgent, campaign, penalties, resumed, scenario, trials
 
@@ -300,7 +300,7 @@ def test_s10_an_invalid_action_is_a_trial_not_the_end_of_the_campaign(tmp_path):
     rows = trials(tmp_path)
     assert len(rows) == 4
     assert (rows[1].outcome, rows[1].fault, rows[1].reward) == (Outcome.INVALID, Fault.POLICY, None)
-    assert "7 is none of 1, 2" in rows[1].reason
+    assert "7 is not one of 1, 2" in rows[1].reason
 
 
 def test_s11_trajectory_and_env_csv_have_the_same_trials_in_the_same_order(tmp_path):

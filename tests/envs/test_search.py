@@ -13,10 +13,9 @@ from loopwright.core.reward import Identity, Inverse, Objectives, Penalties
 from loopwright.core.trial import Result, Trial
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.ledger.steps import Step
-from loopwright.ledger.trial_book import TrialBook
+from loopwright.ledger.trial_book import Observer, TrialBook
 from loopwright.spaces.space import Draws
 from loopwright.workloads.base import Job, Workload
 

@@ -271,7 +271,7 @@ def test_damaged_and_missing_ledgers_become_notes_and_hide_nothing(begin, tmp_pa
 
     assert "torn could not be read:" in text
     assert "is damaged" in text
-    assert "lost could not be read: there is no ledger" in text
+    assert "lost could not be read: no ledger at" in text
     assert "Best gflops 1" in text
     assert "unrelated" not in text
 

@@ -54,7 +54,7 @@ def test_a_good_scenario_is_loaded_completely(loaded):
         (
             {"agent": 'agent = { type = "tpe", trials = 4, start = [{ x = 9 }] }'},
             "[run.agent] start[0]",
-            "none of 1, 2",
+            "not one of 1, 2",
         ),
         ({"agent": 'agent = { type = "tpe", trials = 4, start = "last" }'}, "[run.agent] start", "'first'"),
         ({"agent": ""}, "[run.workload] args.x", "has several values, but the run has no agent"),

@@ -33,7 +33,7 @@ def test_a_missing_table_is_created(write):
     ("key", "words"),
     [
         ("system.paralel", r"\[system\]: unknown key 'paralel'.* Did you mean 'parallel'\?"),
-        ("run.agnet.trials", "there is no run and no key 'agnet'.* Did you mean 'agent'"),
+        ("run.agnet.trials", "no run and no key is called 'agnet'.* Did you mean 'agent'"),
         ("run.agent.trials.most", "agent.trials is not a table"),
         ("gateway.port", "no run has a remote loop"),
         ("colour", "unknown key 'colour'"),

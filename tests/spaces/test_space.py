@@ -75,8 +75,8 @@ class TestValidation:
         [
             ({"x": 1}, "missing parameter 'y'"),
             ({"x": 1, "y": 0.5, "z": 1}, "unknown parameter 'z'"),
-            ({"x": 3, "y": 0.5}, "x: 3 is none of 1, 2"),
-            ({"x": 3, "z": 0}, "unknown parameter 'z'; x: 3 is none of 1, 2; missing parameter 'y'"),
+            ({"x": 3, "y": 0.5}, "x: 3 is not one of 1, 2"),
+            ({"x": 3, "z": 0}, "unknown parameter 'z'; x: 3 is not one of 1, 2; missing parameter 'y'"),
             ({"x": 1, "y": 0.5, "f": 7}, "unknown parameter 'f'"),
         ],
     )

@@ -16,9 +16,8 @@ from loopwright.api.resume import check_same_study
 from loopwright.api.shipping import code_digest, import_path, search_path, write_pickle
 from loopwright.api.study import Study
 from loopwright.envs.live.server import GymServer
-from loopwright.ledger.observer import Observer
 from loopwright.reports.export import replacing
-from loopwright.reports.progress import HasBook, show_progress
+from loopwright.reports.progress import show_progress
 from loopwright.scenario.dispatch import Signals, dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
 from loopwright.scenario.load import load
@@ -169,7 +168,7 @@ def _dispatch(
 ) -> int:
     """Dispatch, also inside a running event loop, as in a notebook. A signal is raised once the run has stopped."""
     visible = sys.stderr.isatty() if progress is None else progress
-    with show_progress(None, sys.stderr) if visible else nullcontext(_watch_nothing) as watch:
+    with show_progress(None, sys.stderr) if visible else nullcontext(lambda _: ()) as watch:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -181,10 +180,6 @@ def _dispatch(
     if code > 128:
         raise SystemExit(code)
     return code
-
-
-def _watch_nothing(_: HasBook) -> Sequence[Observer]:
-    return ()
 
 
 def _dispatch_in_thread(loaded: LoadedScenario, output: Path, **options: Any) -> int:

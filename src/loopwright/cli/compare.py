@@ -107,10 +107,10 @@ def _show_common(console: Console, comparison: CampaignComparison, own: Objectiv
     if comparison.shift is None:
         console.print("no configuration was measured in both")
         return
-    found = counted(len(comparison.common), "configuration")
+    count = counted(len(comparison.common), "configuration")
     low, high = own.interval(comparison.shift.interval) or (None, None)
     shift = f"{own.value(comparison.shift.mean):+.5g}" + ("" if low is None else f" ({number(low)} to {number(high)})")
-    console.print(f"{found} measured in both; mean difference: {shift}")
+    console.print(f"{count} measured in both; mean difference: {shift}")
     table = Table("configuration", *places, "difference", box=None, pad_edge=False)
     for point in comparison.common[:_SHOWN]:
         sides = (

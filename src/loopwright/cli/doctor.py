@@ -60,7 +60,7 @@ def command(
     findings = list(examine(output))
     names = [finding.name for finding in findings]
     if unknown := [name for name in need or () if name not in names]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}.", param_hint="--need")
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(names)}.", param_hint="--need")
     findings = [replace(finding, needed=finding.needed or finding.name in (need or ())) for finding in findings]
     if json:
         for finding in findings:
@@ -100,7 +100,12 @@ def examine(output: Path) -> Iterator[Finding]:
         "gpus", bool(devices), ", ".join(devices) or "none is visible", "needed only by trials that ask for one"
     )
     for name in engines.names():
-        yield _importable(f"engine {name}", name)
+        try:
+            engines.get(name)
+        except ImportError as error:
+            yield Finding(f"engine {name}", ok=False, detail=str(error), fix="install what the message names")
+        else:
+            yield Finding(f"engine {name}", ok=True, detail="can be imported")
     for extra in metadata("loopwright").get_all("Provides-Extra") or ():
         if extra != "dev":
             yield _extra(extra)
@@ -170,7 +175,7 @@ def _slurm() -> Finding:
 
 def _ray() -> Finding:
     try:
-        found = version("ray")
+        release = version("ray")
     except PackageNotFoundError:
         return Finding("ray", ok=False, detail="not installed", fix="pip install 'loopwright[ray]'")
     address = os.environ.get("RAY_ADDRESS", "")
@@ -179,16 +184,10 @@ def _ray() -> Finding:
             socket.create_connection((match[1], int(match[2])), timeout=_TIMEOUT_S).close()
         except OSError as error:
             fix = "start the head node, open its port, or correct RAY_ADDRESS"
-            return Finding("ray", ok=False, detail=f"{found}, {address}: {error.strerror or error}", fix=fix)
-    return Finding("ray", ok=True, detail=f"{found}, RAY_ADDRESS {address or 'is not set: a cluster on this machine'}")
-
-
-def _importable(label: str, name: str) -> Finding:
-    try:
-        engines.get(name)
-    except ImportError as error:
-        return Finding(label, ok=False, detail=str(error), fix="install what the message names")
-    return Finding(label, ok=True, detail="can be imported")
+            return Finding("ray", ok=False, detail=f"{release}, {address}: {error.strerror or error}", fix=fix)
+    return Finding(
+        "ray", ok=True, detail=f"{release}, RAY_ADDRESS {address or 'is not set: a cluster on this machine'}"
+    )
 
 
 def _extra(extra: str) -> Finding:

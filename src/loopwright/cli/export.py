@@ -89,7 +89,7 @@ def command(
             typer.echo(file)
         files += new
     if not files and format is Format.OPTUNA:
-        raise LedgerError(f"no run in {output} is a search, so there is no study to export.")
+        raise LedgerError(f"no run in {output} is a search, so it has no study to export.")
     if not files and steps:
         raise LedgerError(f"no run in {output} has trained anything yet, so there are no steps.")
     if not files:

@@ -44,8 +44,8 @@ def command(
                 raise LedgerError(f"run {name!r} has no successful trial, so it recommends nothing.")
     loaded = reopen(output)
     # What a plain run waits for has ended.
-    chosen = (config.model_copy(update={"depends_on": {}}) for config in loaded.runs if config.name in paths)
-    loaded = replace(loaded, runs=tuple(chosen))
+    runs = (config.model_copy(update={"depends_on": {}}) for config in loaded.runs if config.name in paths)
+    loaded = replace(loaded, runs=tuple(runs))
     code = run_with_progress(
         loaded,
         output,

@@ -1,6 +1,6 @@
 """Registries: names in TOML to classes in Python. Ours, those of installed packages, and those beside a scenario."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
 from inspect import isabstract
@@ -8,8 +8,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from loopwright.core.config import Explained, explain
 from loopwright.core.errors import did_you_mean
 from loopwright.core.imports import import_object, look_first_in
 
@@ -120,3 +121,29 @@ def look_for_types(raw: Any, directory: Path) -> None:
             tables += table.values()
         elif isinstance(table, list | tuple):
             tables += table
+
+
+def config_parser(registry: Registry[Any]) -> Callable[[Any], BaseModel]:
+    """A validator that turns a table into the config that its `type` names; a ValueError lists everything wrong."""
+
+    def parse(raw: Any) -> BaseModel:
+        if isinstance(raw, BaseModel):
+            return raw
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("type"), str):
+            raise ValueError(f"must be a table with a `type`. {did_you_mean('', registry.names())}")
+        try:
+            item = registry.get(raw["type"])
+        except KeyError as error:
+            raise ValueError(error.args[0]) from None
+        except ImportError as error:
+            raise ValueError(f"{registry.kind} {raw['type']!r} cannot be imported: {error}") from error
+        # Some registries hold configs, others the classes that they configure.
+        model: type[BaseModel] = item if issubclass(item, BaseModel) else item.Config
+        try:
+            return model.model_validate(dict(raw))
+        except ValidationError as error:
+            raise Explained(explain(error, model)) from error
+        except Exception as error:  # a user's class may be half written, or have validators that fail
+            raise ValueError(f"{registry.kind} {raw['type']!r} is broken: {type(error).__name__}: {error}") from error
+
+    return parse

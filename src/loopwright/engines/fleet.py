@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from loopwright.core.errors import Problem
-from loopwright.core.tagged_config import config_parser
+from loopwright.core.registry import config_parser
 from loopwright.engines.base import (
     GUIDES,
     PENALTIES,

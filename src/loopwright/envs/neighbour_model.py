@@ -100,9 +100,9 @@ class NeighbourModel:
     def _error(self, sample: NDArray[np.int64], scales: Array) -> float:
         """The mean squared error of the first value at these points, each predicted from all others."""
         points = self._raw * scales[self._owner]
-        kept, values = points[~self._failed], self._values[~self._failed, 0]
+        measured, values = points[~self._failed], self._values[~self._failed, 0]
         place = np.cumsum(~self._failed) - 1
-        squares = ((points[sample, None, :] - kept[None, :, :]) ** 2).sum(axis=2)
+        squares = ((points[sample, None, :] - measured[None, :, :]) ** 2).sum(axis=2)
         squares[np.arange(len(sample)), place[sample]] = np.inf
         near = np.argpartition(squares, _NEIGHBOURS - 1, axis=1)[:, :_NEIGHBOURS]
         weights = 1.0 / (np.take_along_axis(squares, near, axis=1) + _TINY)

@@ -104,7 +104,7 @@ class SearchEnv:
     def reset(self, slot: int = 0) -> Observation:
         """The first observation of an episode, with its draw. Marks an episode boundary, never a trial boundary.
 
-        Each slot of a vectorised environment has an observation of its own.
+        Each slot of a vectorised environment has its own observation.
         """
         pending = self._pending.get(slot)
         if pending is None or pending.step:
@@ -368,13 +368,13 @@ class SearchEnv:
         if book.stopping or self.halted:
             return False
         # What the confirmation has used of its reserve is not the agent's.
-        kept = self.rules.reserve - self._extra
+        reserve = self.rules.reserve - self._extra
         if book.count_cached:
-            return book.has_budget(repeats + kept)
+            return book.has_budget(repeats + reserve)
         size = self.cardinality if self.rules.exhaustible else None
         if size is not None and len(self._keys) >= size * repeats:
             return False
-        return book.budget is None or (book.has_budget(1 + kept) and book.group < 10 * book.budget)
+        return book.budget is None or (book.has_budget(1 + reserve) and book.group < 10 * book.budget)
 
     @property
     def halted(self) -> str:

@@ -90,10 +90,10 @@ class StopConfig(Config):
             raise ValueError(f"unknown rule {self.rule!r}. {did_you_mean(self.rule, [*_RULES, *_PRUNERS])}")
         import optuna  # Late, since it takes a second: it is needed only where there is a rule.
 
-        known = list(inspect.signature(getattr(optuna.pruners, name)).parameters)
+        options = list(inspect.signature(getattr(optuna.pruners, name)).parameters)
         for option in self.options:
-            if option not in known:
-                raise ValueError(f"{self.rule} has no option {option!r}. {did_you_mean(option, known)}")
+            if option not in options:
+                raise ValueError(f"{self.rule} has no option {option!r}. {did_you_mean(option, options)}")
         if name == "HyperbandPruner" and not isinstance(self.options.get("max_resource", 1), int):
             raise ValueError("max_resource must be a number: the last step of a complete trial")
         if name != "HyperbandPruner" or "max_resource" in self.options:
@@ -122,7 +122,7 @@ class StopConfig(Config):
 
 
 class StopRule:
-    """Decides for each reported step whether its trial goes on."""
+    """Decides for each reported step whether its trial continues."""
 
     def __init__(self, config: StopConfig, fidelity: FidelityConfig | None, ledger: Ledger) -> None:
         import optuna

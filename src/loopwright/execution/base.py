@@ -43,7 +43,7 @@ class SlotPool(Protocol):
         """Wait for a slot and take it."""
 
     def with_free_ports(self, slot: Slot) -> Slot:
-        """The same slot, with other ports if something else uses one of its own by now."""
+        """The same slot, with other ports if something else uses one of its ports by now."""
 
     def release(self, slot: Slot) -> None:
         """Give the slot to the next trial."""

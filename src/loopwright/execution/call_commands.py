@@ -1,4 +1,4 @@
-"""Python functions as commands: each call is a process of its own, wherever an executor runs commands."""
+"""Python functions as commands: each call is its own process, wherever an executor runs commands."""
 
 from pathlib import Path
 

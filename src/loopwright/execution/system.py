@@ -1,4 +1,4 @@
-"""The system of a scenario: where its trials run and what they may use. Each `type` has a config class of its own."""
+"""The system of a scenario: where its trials run and what they may use. Each `type` has its own config class."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

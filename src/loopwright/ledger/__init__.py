@@ -7,11 +7,10 @@ from loopwright.core.imports import lazy_exports
 if TYPE_CHECKING:
     from loopwright.ledger.groups import Groups
     from loopwright.ledger.ledger import Ledger
-    from loopwright.ledger.observer import Observer
     from loopwright.ledger.rollouts import Rejudgement, Rollout, groups_of, has_rollouts
     from loopwright.ledger.shared_cache import SharedCache
     from loopwright.ledger.steps import Step
-    from loopwright.ledger.trial_book import RunStopped, TrialBook
+    from loopwright.ledger.trial_book import Observer, RunStopped, TrialBook
 
 __all__ = [
     "Groups",
@@ -32,7 +31,7 @@ __getattr__ = lazy_exports(
     {
         "Groups": "groups",
         "Ledger": "ledger",
-        "Observer": "observer",
+        "Observer": "trial_book",
         **dict.fromkeys(("Rejudgement", "Rollout", "groups_of", "has_rollouts"), "rollouts"),
         "SharedCache": "shared_cache",
         "Step": "steps",

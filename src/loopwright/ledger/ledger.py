@@ -134,7 +134,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def read(cls, path: Path) -> Self:
         """An existing ledger, for reading only, also while another process writes it."""
         if not path.is_file():
-            raise LedgerError(f"there is no ledger at {path}. Give the output directory of a run.")
+            raise LedgerError(f"no ledger at {path}. Give the output directory of a run.")
         with explained(path):
             connection = connect_to_read(path)
             version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -165,8 +165,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         with self.transaction.held if hold else self.transaction as connection:
             for t in trials:
                 noise = text(t.noise) if t.noise else "{}"
-                drawn = (t.draw, text(t.regime), noise, t.phase, float(t.reserved_at))
-                row = (t.number, t.group, t.repeat, text(t.action), t.key, *drawn)
+                draw = (t.draw, text(t.regime), noise, t.phase, float(t.reserved_at))
+                row = (t.number, t.group, t.repeat, text(t.action), t.key, *draw)
                 self.chain.last = link(self.chain.last, "reserve", t.number, "", row)
                 connection.execute(_INSERT_TRIAL, (*row, *self.chain.last))
             if note is not None:

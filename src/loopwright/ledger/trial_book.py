@@ -1,5 +1,6 @@
 """The trial book: the numbers, budget, ledger and observers of one run."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 from loopwright.core.trial import Action, Phase, Regime, Result, Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer, Observers
+from loopwright.ledger.steps import Kind, Step
+
+log = logging.getLogger(__name__)
 
 
 class RunStopped(BaseException):
@@ -15,6 +18,49 @@ class RunStopped(BaseException):
 
     Not an Exception, so that a loop that survives every error of its trials still ends.
     """
+
+
+class Observer:
+    """Override any hook. The first two run for every trial: cached, infeasible, invalid and failed ones too.
+
+    class Printer(Observer):
+        def after(self, trial: Trial) -> None:
+            print(trial.number, trial.outcome)
+    """
+
+    def before(self, trial: Trial) -> None:
+        """The trial has its number and its action, and is about to start."""
+
+    def after(self, trial: Trial) -> None:
+        """The trial has ended and is in the ledger."""
+
+    def after_step(self, kind: Kind, step: Step) -> None:
+        """A training step or an evaluation has finished and is in the ledger."""
+
+
+class Observers(list[Observer]):
+    """All observers of a run. One that raises is logged and switched off: a broken logger must not end a run."""
+
+    def before(self, trial: Trial) -> None:
+        """Call `before` on every observer."""
+        self._notify("before", f"trial {trial.number}", trial)
+
+    def after(self, trial: Trial) -> None:
+        """Call `after` on every observer."""
+        self._notify("after", f"trial {trial.number}", trial)
+
+    def after_step(self, kind: Kind, step: Step) -> None:
+        """Call `after_step` on every observer."""
+        self._notify("after_step", f"step {step.step}", kind, step)
+
+    def _notify(self, hook: str, subject: str, *arguments: Any) -> None:
+        for observer in tuple(self):
+            try:
+                getattr(observer, hook)(*arguments)
+            except Exception:
+                self.remove(observer)
+                name = f"{type(observer).__name__}.{hook}"
+                log.exception("observer %s failed on %s and is switched off", name, subject)
 
 
 class TrialBook:

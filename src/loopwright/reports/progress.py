@@ -14,9 +14,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
-from loopwright.ledger.observer import Observer
 from loopwright.ledger.steps import Kind, Step
-from loopwright.ledger.trial_book import TrialBook
+from loopwright.ledger.trial_book import Observer, TrialBook
 from loopwright.reports import formatting
 from loopwright.reports.formatting import duration, number
 from loopwright.reports.objective import Objective

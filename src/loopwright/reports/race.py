@@ -27,8 +27,8 @@ def rows(results: Sequence[RegretCurves], recording: Recording) -> list[tuple[st
         low, middle, high = result.band()[-1]
         trials = result.trials_to(goal)
         span = f"{number(low)} to {number(high)}"
-        reached = "not reached" if trials is None else number(trials)
-        table.append((result.agent, measured(middle, label), span, reached, percent(result.estimated)))
+        trials_to_goal = "not reached" if trials is None else number(trials)
+        table.append((result.agent, measured(middle, label), span, trials_to_goal, percent(result.estimated)))
     return table
 
 
@@ -59,7 +59,11 @@ def write_race(results: Sequence[RegretCurves], recording: Recording, target: Pa
         seeds=len(results[0].curves),
         trials=trials,
     )
-    lines = [{"name": result.agent, "marked": False, "rows": _thinned(result)} for result in results]
+    lines: list[Mapping[str, Any]] = []
+    for result in results:
+        # Points as report.js draws them: first trial, median, low, high, last trial.
+        points = [(n, middle, low, high, n) for n, (low, middle, high) in enumerate(result.band(), 1)]
+        lines.append({"name": result.agent, "marked": False, "rows": evenly(points, _DRAWN)})
     chart: Mapping[str, Any] = {
         "curves": [{"title": "regret", "lines": lines}],
         "steps": trials,
@@ -73,9 +77,3 @@ def write_race(results: Sequence[RegretCurves], recording: Recording, target: Pa
         sections=[section],
         charts=[chart],
     )
-
-
-def _thinned(result: RegretCurves) -> list[tuple[float, ...]]:
-    """Points as report.js draws them: first trial, median, low, high, last trial."""
-    points = [(n, middle, low, high, n) for n, (low, middle, high) in enumerate(result.band(), 1)]
-    return evenly(points, _DRAWN)

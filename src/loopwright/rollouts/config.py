@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
-from loopwright.core.tagged_config import config_parser
+from loopwright.core.registry import config_parser
 from loopwright.rollouts.judgers.base import AnyJudger, JudgerConfig
 from loopwright.rollouts.loops.base import LoopConfig, loops
 from loopwright.rollouts.pools.resources import ResourceRequest

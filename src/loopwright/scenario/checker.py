@@ -69,7 +69,7 @@ class Checker:
 
     def unknown_keys(self, table: str, raw: Mapping[str, Any], model: type[BaseModel]) -> None:
         """Report the keys that the model does not have."""
-        known = list(model.model_fields)
+        fields = list(model.model_fields)
         for key in raw:
-            if key not in known:
-                self.add(table, f"unknown key {key!r}. {did_you_mean(key, known)}")
+            if key not in fields:
+                self.add(table, f"unknown key {key!r}. {did_you_mean(key, fields)}")

@@ -26,8 +26,7 @@ from loopwright.envs.live.server import GymServer, ServerError, ServerLost
 from loopwright.execution.local.processes import is_ignored
 from loopwright.ledger.check import check_ledger
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer
-from loopwright.ledger.trial_book import RunStopped, TrialBook
+from loopwright.ledger.trial_book import Observer, RunStopped, TrialBook
 from loopwright.reports.export import replacing, write_best, write_csv
 from loopwright.reports.page import read_runs, write_report
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
@@ -62,7 +61,7 @@ class Signals:
     def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Stop the run. A second signal kills all its processes and exits; the ledger stays consistent.
 
-        An agent in a loop of its own, which nothing else ends, gets RunStopped there.
+        An agent in its own loop, which nothing else ends, gets RunStopped there.
         """
         if self.received is not None and not self.retrying:
             for book in self.books:

@@ -132,8 +132,8 @@ def _own_variables(runs: Sequence[Mapping[str, Any]]) -> set[str]:
     """The variables that remote runs name themselves, for their agents and their gateway's token."""
     names: set[str] = set()
     for run in runs:
-        passed = run["rollout"]["loop"].get("pass_env", ())
-        names.update(passed if isinstance(passed, list | tuple) else ())
+        variables = run["rollout"]["loop"].get("pass_env", ())
+        names.update(variables if isinstance(variables, list | tuple) else ())
         gateway = run.get("gateway")
         names.add(str(gateway.get("token_env")) if isinstance(gateway, Mapping) else "")
     return names
@@ -146,8 +146,8 @@ def _assign_to_runs(runs: Sequence[dict[str, Any]], key: str, value: Any) -> Non
         names = sorted((str(run.get("name")) for run in runs), key=len, reverse=True)
         name = next((name for name in names if key.startswith(f"{name}.")), None)
         if name is None:
-            known = [*dict.fromkeys(names), *RunConfig.model_fields]
-            raise ValueError(f"--set run.{key}: there is no run and no key {head!r}. {did_you_mean(head, known)}")
+            choices = [*dict.fromkeys(names), *RunConfig.model_fields]
+            raise ValueError(f"--set run.{key}: no run and no key is called {head!r}. {did_you_mean(head, choices)}")
         runs, key = [run for run in runs if str(run.get("name")) == name], key.removeprefix(f"{name}.")
     for run in runs:
         _assign(run, key, value)

@@ -87,7 +87,7 @@ class PlainRuns:
         return code
 
     def _next(self) -> str | None:
-        """The next run to start now, which is no longer waiting; None if all that are left have to wait."""
+        """The next run to start now, taken off the waiting list; None if all have to wait."""
         for name in self._impossible():
             del self._waiting[name]
             self._skipped.add(name)

@@ -89,7 +89,7 @@ class Choice(Parameter):
         index = self._indices.get(key_of(value))
         if index is not None:
             return index
-        raise InvalidAction(f"{value!r} is none of {', '.join(map(repr, self.values))}")
+        raise InvalidAction(f"{value!r} is not one of {', '.join(map(repr, self.values))}")
 
     def grid(self) -> list[Any]:
         return list(self.values)

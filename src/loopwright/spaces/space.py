@@ -207,11 +207,11 @@ class Draws:
         """Every regime with its probability."""
         for values in itertools.product(*(choice.values for choice in self.values.values())):
             regime = dict(zip(self.values, values, strict=True))
-            yield regime, prod(self._weight(name, value) for name, value in regime.items())
-
-    def _weight(self, name: str, value: Any) -> float:
-        weights, choice = self.configs[name].weights, self.values[name]
-        return 1 / choice.size if weights is None else weights[choice.index(value)]
+            weight = 1.0
+            for name, value in regime.items():
+                weights, choice = self.configs[name].weights, self.values[name]
+                weight *= 1 / choice.size if weights is None else weights[choice.index(value)]
+            yield regime, weight
 
 
 class Noise:
@@ -225,7 +225,7 @@ class Noise:
         self.seed, self.values = seed, dict(values)
 
     def sample(self, n: int) -> dict[str, Any]:
-        """The n-th draw, from 0; empty if there is no noise."""
+        """The n-th draw, from 0; empty without noise."""
         draw = {}
         for name, values in self.values.items():
             turn, place = divmod(n, len(values))

@@ -24,8 +24,7 @@ from loopwright.core.trial import Trial
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.execution.local.system import LocalSystem
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer
-from loopwright.ledger.trial_book import TrialBook
+from loopwright.ledger.trial_book import Observer, TrialBook
 from loopwright.spaces.space import Draws, EnvParamConfig, Space
 from loopwright.testing.workloads import FunctionWorkload
 from loopwright.workloads.base import Site, WorkloadConfig

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import pytest
 
-from loopwright.core.tagged_config import config_parser
+from loopwright.core.registry import config_parser
 from loopwright.engines.base import Chunk, Engine, Sampling, engines
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.tagged_config import config_parser
+from loopwright.core.registry import config_parser
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine

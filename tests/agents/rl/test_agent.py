@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are trying to run PPO on the
             "[run.agent] options: unknown option 'n_stepz' of PPO. Known: learning_rate, n_steps,",
         ),
         ('type = "dqn", trials = 90, options = { clip_range = 1 }', LISTS, "unknown option 'clip_range' of DQN"),
-        ('type = "ppo", trials = 90, warm_start = "nowhere"', LISTS, "there is no ledger.db"),
+        ('type = "ppo", trials = 90, warm_start = "nowhere"', LISTS, "has no ledger.db"),
         ('type = "dqn", trials = 90, warm_start = "nowhere"', LISTS, "'dqn' of sb3 cannot imitate"),
         ('type = "ppo"', LISTS, "trials"),
     ],

@@ -57,7 +57,7 @@ class TestPinnedFirstTrials:
         config = agents.get("tpe").Config(trials=5, start=({"x": 1}, {"x": 9}))
         space = Space({"x": parameter([1, 2])})
         (problem,) = agents.get("tpe").problems(config, space, tmp_path)
-        assert (problem.key, problem.message) == ("start[1]", "x: 9 is none of 1, 2.")
+        assert (problem.key, problem.message) == ("start[1]", "x: 9 is not one of 1, 2.")
 
 
 class TestAWarmStart:

@@ -68,10 +68,10 @@ def test_a_study_that_is_not_there_is_found_when_the_scenario_is_loaded(tmp_path
     study(tmp_path / "optuna.db", [])
     (tmp_path / "text.db").write_text("hello, this is not a database")
     problems = {
-        "sqlite:///nowhere.db#mine": "there is no file",
+        "sqlite:///nowhere.db#mine": "does not exist",
         "sqlite:///optuna.db#mina": "Did you mean 'mine'?",
         "sqlite:///text.db#mine": "is not a storage of Optuna",
-        "nowhere": "there is no ledger.db",
+        "nowhere": "has no ledger.db",
     }
     for source, message in problems.items():
         assert message in warm_start_problem(source, tmp_path)

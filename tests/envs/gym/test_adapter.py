@@ -99,7 +99,7 @@ def test_an_infeasible_trial_returns_an_observation_of_the_declared_shape(tmp_pa
         ({"name": "n"}, "missing parameter 'x'"),
         ({"x": 1, "name": "other"}, "name: 'other' is not the fixed value 'n'"),
         ({"x": 1, "name": "n", "wind": "calm"}, "unknown parameter 'wind'"),
-        ({"x": 9, "name": "n"}, "x: 9 is none of 1, 2, 3"),
+        ({"x": 9, "name": "n"}, "x: 9 is not one of 1, 2, 3"),
     ],
 )
 def test_step_raw_takes_exactly_the_tunable_and_the_fixed(adapter, values, words):

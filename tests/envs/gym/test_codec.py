@@ -158,7 +158,7 @@ def test_g04_an_invalid_action_names_the_parameter(action, words):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"a": 30, "r": 0.5}, "a: 30 is none of 10, 20"),
+        ({"a": 30, "r": 0.5}, "a: 30 is not one of 10, 20"),
         ({"a": 10}, "missing parameter 'r'"),
         ({"a": 10, "r": 2}, "r: 2"),
     ],

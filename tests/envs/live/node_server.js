@@ -151,7 +151,7 @@ function answer(walker, request) {
       return { type: "state", obs: walker.reset(request.options), info: { seed: request.seed } };
     case "step": {
       if (![0, 1, 2].includes(request.action)) {
-        return { type: "error", kind: "action", message: `action: ${request.action} is none of 0, 1, 2` };
+        return { type: "error", kind: "action", message: `action: ${request.action} is not one of 0, 1, 2` };
       }
       const { obs, terminated, truncated } = walker.step(request.action);
       const reward = terminated ? 1 : -0.1;

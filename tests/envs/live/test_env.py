@@ -11,8 +11,7 @@ from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Penalties
 from loopwright.envs.live.server import ServerError, ServerLost
-from loopwright.ledger.observer import Observer
-from loopwright.ledger.trial_book import RunStopped
+from loopwright.ledger.trial_book import Observer, RunStopped
 
 
 def test_numbers_rise_across_episodes_and_each_step_is_a_row(tmp_path):

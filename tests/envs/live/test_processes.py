@@ -142,7 +142,7 @@ def test_a_server_in_another_language_is_stepped(tmp_path, kind):
             (-0.1, False, False, {"where": "Malmö"}),
             (1.0, True, False, {"where": "Malmö"}),
         ]
-        with pytest.raises(InvalidAction, match="7 is none of 0, 1, 2"):
+        with pytest.raises(InvalidAction, match="7 is not one of 0, 1, 2"):
             server.step(7)
         server.reset()
         assert [server.step(1)[3] for _ in range(10)] == [False] * 9 + [True]

@@ -8,8 +8,7 @@ import pytest
 
 from loopwright.core import registry
 from loopwright.core.outcome import Outcome
-from loopwright.core.registry import Registry
-from loopwright.core.tagged_config import config_parser
+from loopwright.core.registry import Registry, config_parser
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig

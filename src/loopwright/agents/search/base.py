@@ -124,7 +124,7 @@ class SearchAgent(Agent):
                 book.ledger.flush()
 
     def next_trial(self, unfinished: list[list[Trial]], in_flight: int) -> Awaitable[Feedback] | None:
-        """Reserve the next trial: an unfinished one, or what the agent proposes. None if there is none now."""
+        """Reserve the next trial: an unfinished one, or what the agent proposes. None if it cannot be known yet."""
         if unfinished:
             return self.env.resume(unfinished.pop(0))
         if self.env.may_propose and (action := self.select_action(self.env.reset())) is not None:

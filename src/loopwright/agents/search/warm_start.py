@@ -38,7 +38,7 @@ def warm_start_problem(source: str, home: Path) -> str | None:
         except LedgerError as error:
             return str(error)
     elif not (home / source / "ledger.db").is_file():
-        return f"there is no ledger.db in {home / source}."
+        return f"{home / source} has no ledger.db."
     return None
 
 
@@ -95,7 +95,7 @@ class _Study:
         place, _, name = source.removeprefix(_STUDY).partition("#")
         file = home / place
         if not file.is_file():
-            raise LedgerError(f"there is no file {file}. Write sqlite:///FILE#STUDY, FILE relative to the scenario.")
+            raise LedgerError(f"{file} does not exist. Write sqlite:///FILE#STUDY, FILE relative to the scenario.")
         try:
             with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as connection:
                 names = [row[0] for row in connection.execute("SELECT study_name FROM studies ORDER BY study_id")]
@@ -104,8 +104,8 @@ class _Study:
         if not name and len(names) == 1:
             return cls(file, names[0])
         if name not in names:
-            known = did_you_mean(name, names) if name and names else f"Its studies: {', '.join(names) or 'none'}."
-            raise LedgerError(f"{file} has no study {name!r}. {known}")
+            hint = did_you_mean(name, names) if name and names else f"Its studies: {', '.join(names) or 'none'}."
+            raise LedgerError(f"{file} has no study {name!r}. {hint}")
         return cls(file, name)
 
     def read(self) -> "tuple[list[str], list[optuna.trial.FrozenTrial]]":
@@ -133,10 +133,10 @@ def _study_trials(env: SearchEnv, source: _Study) -> Iterator[WarmTrial]:
     if numbers is None:
         numbers = [trial.number for trial in complete]
         env.book.ledger.set_state("warm_numbers", numbers)
-    chosen = set(numbers)
+    accepted = set(numbers)
     fitting: list[tuple[WarmTrial, list[float]]] = []
     for trial in complete:
-        if trial.number not in chosen or trial.user_attrs.get("cached_from"):
+        if trial.number not in accepted or trial.user_attrs.get("cached_from"):
             continue
         metrics, regime = _metrics(env, trial), trial.user_attrs.get("env_params") or {}
         if metrics is not None and (warm := _warm(env, _action(env, trial.params), regime, metrics)) is not None:

@@ -190,7 +190,7 @@ class Slots:
                 leases.pop().close()
 
     def with_free_ports(self, slot: Slot) -> Slot:
-        """The same slot, with other ports if something else uses one of its own by now."""
+        """The same slot, with other ports if something else uses one of its ports by now."""
         leases = self._leases[slot.number]
         if all(lease.is_free for lease in leases):
             return slot

@@ -79,7 +79,7 @@ class CallServer:
         # If the callable forked and returned twice, only the worker itself may respond.
         if os.getpid() != self._pid:
             os._exit(0)
-        self._reports = False  # a thread that goes on reporting would disturb the next call
+        self._reports = False  # a thread that still reports would disturb the next call
         if self._stopped:
             response = {"stopped": True}
         elif "value" in response:

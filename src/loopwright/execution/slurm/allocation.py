@@ -94,11 +94,11 @@ class AllocationExecutor(SlurmExecutor):
         return self._directory / f"{job.name}.requests" / f"{job.name}.{job.index}.{suffix}"
 
     async def _allocate(self) -> JobInfo:
-        """The allocation that runs or waits; a new one if there is none."""
-        known = self._directory / "allocation"
+        """The allocation that runs or waits; otherwise a new one."""
+        name_file = self._directory / "allocation"
         if self._polled_s == 0.0:
             await self._find("")  # wait for the first answer of the queue
-        name = self._name or (known.read_text() if known.exists() else "")
+        name = self._name or (name_file.read_text() if name_file.exists() else "")
         info = self._table.get((name, 0))
         if info is not None and not info.is_final:
             self._name = name
@@ -106,7 +106,7 @@ class AllocationExecutor(SlurmExecutor):
         self._name = name = f"lw-{uuid.uuid4().hex[:16]}"
         with storage(self._directory):
             (self._directory / f"{name}.requests").mkdir()
-            known.write_text(name)
+            name_file.write_text(name)
         base = shlex.quote(str(self._directory / name))
         script = _SCRIPT.format(base=base, python=shlex.quote(self._system.python))
         argv = self._system.sbatch(name, self._system.nodes, self._system.gpus or 0, None, ["--exclusive"])

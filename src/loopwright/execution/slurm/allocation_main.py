@@ -1,7 +1,8 @@
 """The batch script of an allocation: starts trials that the login node asks for, as steps of its job.
 
 `python -m loopwright.execution.slurm.allocation_main BASE` looks into BASE.requests: NAME.json asks for a command,
-NAME.cancel for its end. It outlives a killed Loopwright, whose trials go on, and ends when nothing was asked for long.
+NAME.cancel for its end. It outlives a killed Loopwright, whose trials continue, and ends when it has
+long been idle.
 """
 
 import json
@@ -17,7 +18,7 @@ _IDLE_S = 900.0
 
 
 class Allocation:
-    """The commands that run now, each in a supervisor of its own."""
+    """The commands that run now, each under its own supervisor."""
 
     def __init__(self, base: Path) -> None:
         self._requests = base.with_name(f"{base.name}.requests")
@@ -26,7 +27,7 @@ class Allocation:
         self._stopping = False
 
     def serve(self) -> None:
-        """Run what is asked for, until it is told to stop or idle for long."""
+        """Run what is asked for, until it is stopped, or has long been idle."""
         signal.signal(signal.SIGTERM, self._stop)
         while not self._stopping and time.monotonic() < self._busy_s + _IDLE_S:
             for request in sorted(self._requests.iterdir()):

@@ -116,7 +116,10 @@ class SlurmExecutor(Executor):
         else:
             self._waiting.append(job)
         self._jobs[job] = None
-        self._start()
+        for name, loop in (("follow", self._follow), ("submit", self._submit_all)):
+            if name not in self._tasks or self._tasks[name].done():
+                task = self._tasks[name] = asyncio.ensure_future(loop())
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             return await asyncio.shield(job.ended)
         except asyncio.CancelledError:
@@ -148,12 +151,6 @@ class SlurmExecutor(Executor):
         self.queue.cancel_now(list(self._unwanted))
 
     # -- following all jobs -------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        for name, loop in (("follow", self._follow), ("submit", self._submit_all)):
-            if name not in self._tasks or self._tasks[name].done():
-                task = self._tasks[name] = asyncio.ensure_future(loop())
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _follow(self) -> None:
         """Look for results often, and at the queue once per interval, as long as there are jobs."""
@@ -321,6 +318,7 @@ class SlurmExecutor(Executor):
             self._write_spec(job, self._path(job, "json"))
             if not self._record(job):
                 batch.remove(job)
+        script = _SCRIPT.format(base=shlex.quote(str(self._directory / name)), python=shlex.quote(self._system.python))
         number, deadline_s = "", time.monotonic() + PATIENCE_S
         while not number:
             for job in [job for job in batch if job.cancelling]:
@@ -331,7 +329,7 @@ class SlurmExecutor(Executor):
                 return
             try:
                 argv = self._system.sbatch(name, *batch[0].request, array)
-                number = await self.queue.submit(argv, self._script(name))
+                number = await self.queue.submit(argv, script)
             except SubmitError as error:
                 if not error.transient or time.monotonic() > deadline_s:
                     await self._refuse(batch, error)
@@ -353,7 +351,7 @@ class SlurmExecutor(Executor):
         return True
 
     async def _find(self, name: str) -> str:
-        """The id of a job that Slurm took although its answer was lost; empty if there is none by the next query."""
+        """The id of a job that Slurm took although its answer was lost; empty if the next query does not show one."""
         failed_s = time.monotonic()
         while self._polled_s < failed_s:
             if not self._jobs:
@@ -372,9 +370,6 @@ class SlurmExecutor(Executor):
                 raise ClusterError(f"Slurm refuses every job: {error}. Check [system].") from error
         for job in batch:
             self._finish(job, LaunchError(f"Slurm refuses the job: {error}", infra=error.transient))
-
-    def _script(self, name: str) -> str:
-        return _SCRIPT.format(base=shlex.quote(str(self._directory / name)), python=shlex.quote(self._system.python))
 
     def _write_spec(self, job: SlurmJob, path: Path) -> None:
         command = job.command

@@ -76,8 +76,8 @@ class SlurmOptions(SystemConfig):
         # Files and directories of the job are ours to open: Slurm's own messages about them say nothing.
         nowhere = (f"--{stream}=/dev/null" for stream in ("input", "output", "error"))
         fixed = ["--parsable", "--no-requeue", "--chdir=/", *nowhere]
-        chosen = [f"--{key}={value}" for key, value in options.items() if value is not None]
-        return ["sbatch", *fixed, *chosen, *extra, *self.arguments]
+        settings = [f"--{key}={value}" for key, value in options.items() if value is not None]
+        return ["sbatch", *fixed, *settings, *extra, *self.arguments]
 
     def srun(self, nodes: int, gpus: int) -> list[str]:
         """What goes before a command that is started by srun; empty if it is started directly."""

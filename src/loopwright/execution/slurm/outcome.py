@@ -21,7 +21,7 @@ KILLED = Completion(None, 9, timed_out=False, usage={}, stdout_bytes=0, stderr_b
 
 
 def completion_of(record: Mapping[str, Any]) -> Completion | None:
-    """How the command ended; None if there is no record of it, or if the job was interrupted."""
+    """How the command ended; None without a record of it, or if the job was interrupted."""
     if "launch_error" in record:
         raise LaunchError(record["launch_error"], infra=record["infra"])
     if "usage" not in record:
@@ -39,13 +39,13 @@ def ending_of(
     """
     state, job = info.state, f"Slurm job {info.id}" + (f" on {info.nodes}" if info.nodes else "")
     if state == "OUT_OF_MEMORY":
-        return _ended(completion, signal=9, reason=f"{job} ran out of memory (OUT_OF_MEMORY)")
+        return _killed(completion, signal=9, reason=f"{job} ran out of memory (OUT_OF_MEMORY)")
     if completion is not None:
         return completion
     if stopped:
         return KILLED
     if state in _TIMED_OUT:
-        return _ended(None, signal=15, timed_out=True, reason=f"{job} reached Slurm's time limit ({state})")
+        return _killed(None, signal=15, timed_out=True, reason=f"{job} reached Slurm's time limit ({state})")
     if state in _LOST:
         raise LaunchError(f"{job} was lost: {_LOST[state]} ({state})", infra=True)
     if state == "CANCELLED" or record.get("interrupted"):
@@ -59,7 +59,7 @@ def ending_of(
     raise LaunchError(f"{job} ended before its command did ({state}): {cause}", infra=True)
 
 
-def _ended(completion: Completion | None, *, signal: int, timed_out: bool = False, reason: str = "") -> Completion:
+def _killed(completion: Completion | None, *, signal: int, timed_out: bool = False, reason: str = "") -> Completion:
     usage = completion.usage if completion is not None else {}
     sizes = (completion.stdout_bytes, completion.stderr_bytes) if completion is not None else (0, 0)
     return Completion(None, signal, timed_out, usage, *sizes, reason)

@@ -92,7 +92,7 @@ class Queue:
         return _parse(output, 5) if code == 0 else None
 
     async def past_jobs(self, names: Sequence[str]) -> dict[tuple[str, int], JobInfo]:
-        """Jobs that the queue no longer shows, from accounting; empty if there is none, or if it lags behind."""
+        """Jobs that the queue no longer shows, from accounting; empty without accounting, or if it lags behind."""
         if not self._accounting:
             return {}
         self.queries += 1

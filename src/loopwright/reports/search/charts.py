@@ -164,12 +164,12 @@ def _axis(name: str, space: Parameter | None, digest: Digest, indexes: Sequence[
         return None
     trials = digest.ok
     # The values of a range are as many as the trials, and only those that are drawn are needed.
-    drawn = [trials[index].action.get(name) for index in indexes]
-    values = drawn if isinstance(space, Range) else [trial.action.get(name) for trial in trials]
+    shown_values = [trials[index].action.get(name) for index in indexes]
+    values = shown_values if isinstance(space, Range) else [trial.action.get(name) for trial in trials]
     distinct = {_same(value): value for value in values if value is not None}
     if len(distinct) < 2:
         return None
-    axis = {"name": name, "kind": "value", "categories": (), "means": [], "at": drawn}
+    axis = {"name": name, "kind": "value", "categories": (), "means": [], "at": shown_values}
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in distinct.values())
     candidates = space.values if isinstance(space, Choice) else ()
     if isinstance(space, Range):

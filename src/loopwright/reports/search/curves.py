@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 220, 60, 20
 
 
 def curves_svg(folder: Path, about: Mapping[str, Any], outcomes: Mapping[int, str]) -> str:
-    """A chart of the metric that the stop rule watched, as SVG; empty if there is none."""
+    """A chart of the metric that the stop rule watched, as SVG; empty without a stop rule."""
     stop = about.get("stop")
     if not isinstance(stop, dict):
         return ""
@@ -49,13 +49,13 @@ def curves_svg(folder: Path, about: Mapping[str, Any], outcomes: Mapping[int, st
         return f"{x:.1f},{(_HEIGHT - _BOTTOM) * (1 - share) + 4:.1f}"
 
     # Complete trials last, so that they are on top.
-    drawn = sorted(lines, key=lambda line: line[1] == Outcome.OK)
+    ordered = sorted(lines, key=lambda line: line[1] == Outcome.OK)
     paths = "".join(
         f"<polyline fill='none' stroke='currentColor' stroke-width='1.2' "
         f"opacity='{1 if outcome == Outcome.OK else 0.3}' "
         f"points='{' '.join(place(*point) for point in points)}'>"
         f"<title>trial {trial}, {html.escape(str(outcome))}</title></polyline>"
-        for trial, outcome, points in drawn
+        for trial, outcome, points in ordered
     )
     labels = f"<text x='0' y='12'>{number(high)}</text><text x='0' y='{_HEIGHT - _BOTTOM}'>{number(low)}</text>"
     labels += f"<text x='{_LEFT}' y='{_HEIGHT}'>step 1</text>"

@@ -207,7 +207,7 @@ class Digest:
     def baseline(self, candidate: Candidate) -> Candidate | None:
         """The pinned or first configuration, if it was measured under the candidate's regimes.
 
-        A random first trial is no baseline: nobody knows it.
+        A random first trial is not a baseline: nobody knows it.
         """
         if self.best.is_confirmed or not self.ok:
             return self.best.baseline

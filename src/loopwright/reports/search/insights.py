@@ -51,18 +51,18 @@ def important(digest: Digest) -> "tuple[list[Importance], list[Importance]]":
         rewards.setdefault(trial.regime_key, []).append(trial.objectives[0])
     means = {key: fmean(values) for key, values in rewards.items()}
     values = [trial.objectives[0] - means[trial.regime_key] for trial in trials]
-    found = importances(names, [[action.get(name) for action in actions] for name in names], values)
-    pairs = [each for each in found if len(each.names) == 2 and each.share >= 0.01]
-    return [each for each in found if len(each.names) == 1], pairs[:5]
+    shares = importances(names, [[action.get(name) for action in actions] for name in names], values)
+    pairs = [each for each in shares if len(each.names) == 2 and each.share >= 0.01]
+    return [each for each in shares if len(each.names) == 1], pairs[:5]
 
 
 def failure_rates(digest: Digest) -> list[FailureRate]:
     """The values that always fail, then those that fail clearly more often than the rest; at most fifteen."""
-    ended = [t for t in digest.trials if t.outcome not in (None, Outcome.ABORTED, Outcome.LOST, Outcome.STOPPED)]
-    bad = [trial.outcome is not Outcome.OK for trial in ended]
+    finished = [t for t in digest.trials if t.outcome not in (None, Outcome.ABORTED, Outcome.LOST, Outcome.STOPPED)]
+    bad = [trial.outcome is not Outcome.OK for trial in finished]
     if not any(bad) or all(bad):
         return []
-    actions = [trial.action for trial in ended]
+    actions = [trial.action for trial in finished]
     overall, rates = sum(bad) / len(bad), []
     for name in dict.fromkeys(name for action in actions for name in action):
         places = _bands([action.get(name) for action in actions], digest.table("parameters").get(name))

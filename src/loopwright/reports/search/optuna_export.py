@@ -78,10 +78,10 @@ def _frozen(
     state = optuna.trial.TrialState.FAIL if values is None else optuna.trial.TrialState.COMPLETE
     if trial.outcome is Outcome.STOPPED:
         state = optuna.trial.TrialState.PRUNED
-    known = {name: value for name, value in trial.action.items() if name in space}
+    values_by_name = {name: value for name, value in trial.action.items() if name in space}
     try:
-        distributions = {name: _distribution(space[name]) for name in known}
-        params = {name: _plain(value) for name, value in known.items()}
+        distributions = {name: _distribution(space[name]) for name in values_by_name}
+        params = {name: _plain(value) for name, value in values_by_name.items()}
         for name, distribution in distributions.items():
             distribution.to_internal_repr(params[name])
     except ValueError:

@@ -12,7 +12,7 @@ import orjson
 from loopwright.core.errors import storage
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer
+from loopwright.ledger.trial_book import Observer
 
 _FIRST = ("trial", "action", "reward", "observation", "env_params", "outcome", "noise", "phase")
 _FIELDS = ("reserved_at", "finished_at")
@@ -28,10 +28,10 @@ class Columns:
     """The columns of a run: those that every run has, then one per parameter and metric."""
 
     def __init__(self, about: Mapping[str, Any], metrics: Iterable[str]) -> None:
-        drawn = {*(about.get("env_params") or ()), *(about.get("noise") or ())}
+        draws = {*(about.get("env_params") or ()), *(about.get("noise") or ())}
         # The arguments of a live environment belong to its constructor; an action has no parts with their names.
-        chosen = () if about.get("live") else about.get("parameters") or ()
-        self._parameters = tuple(name for name in chosen if name not in drawn)
+        parameters = () if about.get("live") else about.get("parameters") or ()
+        self._parameters = tuple(name for name in parameters if name not in draws)
         self._metrics = tuple(dict.fromkeys(metrics))
         flat = (*(f"action.{name}" for name in self._parameters), *(f"metric.{name}" for name in self._metrics))
         self.names = (*_FIRST, *_FIELDS, *_DURATIONS, *flat)
@@ -39,7 +39,10 @@ class Columns:
     def more(self, action: Mapping[str, Any], metrics: Mapping[str, Any], usage: Mapping[str, Any]) -> list[Any]:
         """Durations, parameters and metrics of a trial; empty where it has none."""
         values = [usage.get(name) for name in _DURATIONS]
-        values += [_cell(action.get(name)) for name in self._parameters]
+        values += [
+            _json(value) if isinstance(value := action.get(name), list | dict | bool) else value
+            for name in self._parameters
+        ]
         return values + [metrics.get(name) for name in self._metrics]
 
 
@@ -118,8 +121,3 @@ def _reward(value: float, more: Iterable[float]) -> str:
 
 def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
-
-
-def _cell(value: Any) -> Any:
-    """Text and numbers as they are; lists and tables as JSON."""
-    return _json(value) if isinstance(value, (list, dict, bool)) else value

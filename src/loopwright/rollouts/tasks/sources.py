@@ -12,8 +12,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 from loopwright.core.config import FUNCTION, Config
 from loopwright.core.errors import LoopwrightError, Problem, sentence
 from loopwright.core.imports import import_function
-from loopwright.core.registry import Registry
-from loopwright.core.tagged_config import config_parser
+from loopwright.core.registry import Registry, config_parser
 from loopwright.core.task import Task
 
 

@@ -28,8 +28,7 @@ from loopwright.envs.search import SearchEnv
 from loopwright.execution.local.processes import end_leftovers
 from loopwright.execution.system import SystemConfig
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer
-from loopwright.ledger.trial_book import TrialBook
+from loopwright.ledger.trial_book import Observer, TrialBook
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.schema import RunBasics, RunConfig, Scenario
@@ -91,7 +90,7 @@ class RunKind(RunConfig, ABC):
     needs: ClassVar[tuple[str, ...]]
     """The tables without which `check` makes no sense."""
     agent_class: type[Agent] | None = Field(default=None, exclude=True)
-    """The agent's class; None if there is no agent, or if its table is broken."""
+    """The agent's class; None without an agent, or if its table is broken."""
 
     # -- loading ------------------------------------------------------------------------------------------------
 
@@ -228,12 +227,12 @@ class RunKind(RunConfig, ABC):
         )
 
     def _end_leftovers(self, ledger: Ledger, system: SystemConfig) -> None:
-        """End what an earlier process left running here. Jobs of a cluster go on, and are adopted by their trials."""
-        local, lost, jobs = dict[int, str](), dict[int, str](), dict[int, str]()
+        """End what an earlier process left running here. Jobs of a cluster continue, and their trials adopt them."""
+        local, on_ray, jobs = dict[int, str](), dict[int, str](), dict[int, str]()
         for trial, (_, handle) in ledger.open_attempts().items():
             # What runs on Ray dies with its driver.
-            ended = local if handle[0].isdigit() else lost if handle.startswith("ray:") else jobs
-            ended[trial] = handle
+            attempts = local if handle[0].isdigit() else on_ray if handle.startswith("ray:") else jobs
+            attempts[trial] = handle
         for handle in jobs.values():
             if not system.adopts(handle):
                 ledger.close()
@@ -244,7 +243,7 @@ class RunKind(RunConfig, ABC):
         # Jobs that are adopted may run on this machine, and have the same marker.
         marker = ledger.state("id") if not jobs else ""
         end_leftovers([*local.values(), *ledger.state("services", [])], marker)
-        ledger.close_attempts([*local, *lost])
+        ledger.close_attempts([*local, *on_ray])
 
     # -- describing ---------------------------------------------------------------------------------------------
 

@@ -321,6 +321,6 @@ def _with_noise(table: Any, raw: Mapping[str, Any], checker: Checker) -> Any:
         for name in noise.keys() & (table.get(part) or {}):
             checker.add(f"[[run]] noise.{name}", f"{name!r} is also in [run.workload] {part}; remove one of the two.")
     # A list of one value would be a fixed one; it is reported with the other keys of the run.
-    drawn = {name: values for name, values in noise.items() if isinstance(values, list) and len(values) > 1}
+    draws = {name: values for name, values in noise.items() if isinstance(values, list) and len(values) > 1}
     args = table.get("args", {})
-    return {**table, "args": {**args, **drawn}} if isinstance(args, dict) else table
+    return {**table, "args": {**args, **draws}} if isinstance(args, dict) else table

@@ -7,8 +7,7 @@ from typing import Literal
 import pytest
 
 from loopwright.core.config import Config
-from loopwright.core.registry import Registry
-from loopwright.core.tagged_config import config_parser
+from loopwright.core.registry import Registry, config_parser
 
 
 class Half(Config, ABC):
