@@ -101,7 +101,7 @@ def test_s18_a_fatal_fault_costs_the_episode_and_not_the_run(tmp_path, faulty, k
     ("option", "words"),
     [
         ('gamma = "high"', "options.gamma: must be a number, not 'high'; the default is 0.99."),
-        ("normalize_advantage = 1", "options.normalize_advantage: must be true or false, not 1."),
+        ("normalize_advantage = 1", "options.normalize_advantage: must be true or false, not 1; the default is true."),
         ('device = "gpu"', "options.device: 'gpu' is not a device; write 'cpu', 'cuda' or 'cuda:1'."),
         ('device = "cuda:99"', "options.device: there is no device 'cuda:99'"),
     ],

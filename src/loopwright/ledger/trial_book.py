@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ class TrialBook:
         self.doubt: str | None = None
         """Why the run's result cannot be trusted, if its environment knows a reason."""
         self.stopping = False
+        self.is_interruptible = True
+        """Whether RunStopped may be raised in the agent's loop now."""
         self.kill: Callable[[], None] = lambda: None
         """Ends every process of the run at once; called from a signal handler."""
         self._on_stop: Callable[[], object] | None = None
@@ -162,3 +165,12 @@ class TrialBook:
         """Stop the run early: trials in flight are aborted and no new one starts. Whether the agent's loop ends now."""
         self.stopping = True
         return self._on_stop is not None and self._on_stop() is not False
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Around what has to be written as a whole, such as a checkpoint: a stop raises RunStopped only after it."""
+        before, self.is_interruptible = self.is_interruptible, False
+        try:
+            yield
+        finally:
+            self.is_interruptible = before

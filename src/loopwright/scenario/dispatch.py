@@ -70,7 +70,7 @@ class Signals:
         self.received, self.retrying = self.received or number, False
         going_on = [book for book in list(self.books) if not book.stop()]
         if going_on and self.thread == threading.get_ident():
-            if _is_interruptible(frame):
+            if going_on[0].is_interruptible and _is_interruptible(frame):
                 going_on[0].ledger.flush()  # before a second signal can end the process
                 raise RunStopped
             threading.Thread(target=self._try_again, args=(self.thread,), daemon=True).start()

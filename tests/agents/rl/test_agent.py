@@ -1,5 +1,9 @@
 """What RL agents reject when the scenario is loaded."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from tests.agents.rl.scenarios import (
     LISTS,
@@ -12,6 +16,7 @@ from tests.agents.rl.scenarios import (
     write_scenario,
 )
 
+from loopwright.agents.rl.options import read_option
 from loopwright.scenario.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to run PPO on the GPU")
@@ -58,11 +63,52 @@ def test_repeats_count_towards_the_budget(tmp_path):
 
 @pytest.mark.slow
 def test_options_of_rllib_are_checked_at_load_time(tmp_path):
-    text = batch_scenario('type = "ppo", library = "rllib", trials = 90, options = { lamda_ = 1.0, gamma = 0.5 }')
-    message = load_error(tmp_path, text)
-    assert "unknown option 'lamda_' of PPO" in message
-    assert "Did you mean 'lambda_'?" in message
-    assert "'gamma'" not in message
+    def message(options: str, kind: str = "ppo") -> str:
+        return load_error(tmp_path, batch_scenario(f'type = "{kind}", library = "rllib", trials = 90, {options}'))
+
+    unknown = message("options = { lamda_ = 1.0, gamma = 0.5 }")
+    assert "unknown option 'lamda_' of PPO" in unknown
+    assert "Did you mean 'lambda_'?" in unknown
+    assert "'gamma'" not in unknown
+    wrong = message('options = { gamma = "high", num_epochs = 2.5, use_gae = 1 }')
+    assert "options.gamma: must be a number, not 'high'; the default is 0.99." in wrong
+    assert "options.num_epochs: must be a whole number, not 2.5" in wrong
+    assert "options.use_gae: must be true or false, not 1" in wrong
+    assert "`grad_clip_by` (globe) must be one of" in message('options = { grad_clip_by = "globe" }')
+    assert "`minibatch_size` (99) must be <= `train_batch_size_per_learner` (64)" in message(
+        "options = { minibatch_size = 99 }"
+    )
+    assert "unknown option 'num_sgd_iter'" in message("options = { num_sgd_iter = 3 }"), "deprecated"
+    good = 'type = "dqn", library = "rllib", trials = 90, options = { grad_clip = 0.5, hiddens = [8], n_step = 3 }'
+    load(write_scenario(tmp_path, batch_scenario(good)))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "default", "value", "expected"),
+    [
+        (float, 0.99, 1, 1.0),
+        (int | tuple[int, str], 4, [2, "episode"], (2, "episode")),
+        (float | Callable[[float], float], 0.1, 0.5, 0.5),
+        (int, 40.0, 0.5, 0.5),  # the annotation is wrong, the default is right
+        (type["Learner"] | None, None, "module:Class", "module:Class"),  # noqa: F821   # cannot be checked
+    ],
+)
+def test_an_option_is_read_as_the_library_declares_it(annotation, default, value, expected):
+    assert read_option(annotation, default, value) == expected
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "reason"),
+    [
+        (float | None, "high", "must be a number, not 'high'."),
+        (int, True, "must be a whole number, not True."),
+        (int | tuple[int, str], "often", "must be a whole number or a list, not 'often'."),
+        (dict[str, Any] | None, 3, "must be a table, not 3."),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused(annotation, value, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        read_option(annotation, None, value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Small trainings on live servers, and servers that fail, hang or cannot be reached."""
 
+import sys
 from html import unescape
 
 import pytest
@@ -180,3 +181,26 @@ def test_s13_live_rows_are_in_the_ledger_before_each_checkpoint(tmp_path):
     learner.learn(50)
     assert checkpoints == [(n, n) for n in (10, 20, 30, 40, 50)]
     env.close()
+
+
+INTERRUPTED_SAVE = """
+import os, signal, stable_baselines3
+
+class Interrupted(stable_baselines3.PPO):
+    saves = []
+
+    def save(self, *args, **kwargs):
+        self.saves.append("begin")
+        if len(self.saves) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().save(*args, **kwargs)
+        self.saves.append("end")
+"""
+
+
+def test_a_signal_does_not_interrupt_a_checkpoint(tmp_path):
+    (tmp_path / "rl_interrupted.py").write_text(INTERRUPTED_SAVE)
+    agent = 'type = "sb3", algorithm = "rl_interrupted:Interrupted", trials = 300, rollout = 50, checkpoint_every = 100'
+    assert train(tmp_path, live_scenario(agent)) == 143
+    assert sys.modules["rl_interrupted"].Interrupted.saves == ["begin", "end"] * 2, "the checkpoint, then the last one"
+    assert timesteps(tmp_path) == len(numbers(tmp_path)) < 300

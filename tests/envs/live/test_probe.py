@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from gymnasium import spaces
 
-from loopwright.envs.live import isolated, probe
-from loopwright.envs.live.config import LiveConfig
-from loopwright.envs.live.probe import probe_spaces
+from loopwright.envs.live import config, isolated
+from loopwright.envs.live.config import LiveConfig, probe_spaces
 from loopwright.envs.live.regime_server import ServerTarget
 
 SERVERS = """
@@ -119,7 +118,7 @@ def test_a_server_that_cannot_be_created_is_a_problem(directory, name, message):
 @pytest.mark.parametrize("name", ["Dies", "Sleeps"])
 def test_a_probe_without_a_response_leaves_the_spaces_unknown(directory, name, monkeypatch):
     monkeypatch.setattr(isolated, "_START_TIMEOUT_S", 3.0)
-    assert probe_server(directory, name) == probe.ServerSpaces()
+    assert probe_server(directory, name) == config.ServerSpaces()
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,7 @@ def _library_problems(config: RlConfig, algorithm: str, home: Path) -> list[Prob
         for name in config.options
         if name not in options
     ]
-    problems += [
-        Problem(f"options.{name}", reason)
-        for name, value in config.options.items()
-        if name in options and (reason := library.option_problem(algorithm, name, value))
-    ]
+    problems += [Problem(key, reason) for key, reason in library.option_problems(algorithm, config)]
     if config.policy is None:
         return problems
     names = library.policy_names(algorithm)

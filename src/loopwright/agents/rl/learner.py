@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
@@ -138,9 +138,10 @@ class LearnerContext:
     curves: Curves = field(default_factory=Curves)
     """Where curves are written besides the ledger."""
 
-    def default_rollout(self, config: RlConfig) -> int:
-        """Steps per update if `rollout` is not set: a multiple of the usual batch of 64."""
-        return min(2048, max(64, config.trials // self.trials_per_step // 20 // 64 * 64))
+
+def default_rollout(steps: int) -> int:
+    """Steps per update if `rollout` is not set, for a training of this length: a multiple of 64, the usual batch."""
+    return min(2048, max(64, steps // 20 // 64 * 64))
 
 
 class PolicyLearner(ABC):
@@ -170,7 +171,8 @@ class PolicyLearner(ABC):
         if self.context.book.step - self._saved_at >= self.config.checkpoint_every:
             self._saved_at = self.context.book.step
             self.context.flush()
-            self.save()
+            with self.context.book.uninterrupted():
+                self.save()
 
     @abstractmethod
     def learn(self, until: int) -> None:
@@ -213,8 +215,8 @@ class Backend(Protocol):
     def policy_names(self, algorithm: str) -> list[str]:
         """The names that `policy` may have; none if the library has no such choice."""
 
-    def option_problem(self, algorithm: str, name: str, value: Any) -> str | None:
-        """Why the value of an option cannot be used."""
+    def option_problems(self, algorithm: str, config: RlConfig) -> Iterable[tuple[str, str]]:
+        """Which values of `options` cannot be used, each as its key and the reason."""
 
     def batch_env(self, driver: Any, slots: int) -> Any:
         """A batch run as the library's kind of environment. The caller closes the driver."""

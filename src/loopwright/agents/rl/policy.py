@@ -55,8 +55,9 @@ def write_policy_card(directory: Path, card: Mapping[str, Any], trials: int) -> 
 def keep_best(learner: PolicyLearner, card: Mapping[str, Any]) -> None:
     """Write the policy as it is now to `best`, beside the last one."""
     directory = learner.context.directory / "best"
-    learner.write_policy(directory)
-    write_policy_card(directory, card, learner.context.book.step)
+    with learner.context.book.uninterrupted():
+        learner.write_policy(directory)
+        write_policy_card(directory, card, learner.context.book.step)
 
 
 def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> Any:

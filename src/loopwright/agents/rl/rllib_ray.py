@@ -4,7 +4,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +18,14 @@ from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.ppo import PPO, PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.utils.from_config import NotProvided
 from ray.rllib.utils.spaces.space_utils import get_base_struct_from_space, unsquash_action
 from ray.tune.registry import register_env
 
-from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig
+from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig, default_rollout
 from loopwright.agents.rl.library_spaces import wrap_for_library
-from loopwright.core.errors import storage
+from loopwright.agents.rl.options import read_option
+from loopwright.core.errors import sentence, storage
 from loopwright.core.trial import Observation
 from loopwright.envs.gym.adapter import Driver, LiveAdapter, step_info
 from loopwright.envs.gym.codec import FlattenCodec
@@ -83,7 +85,9 @@ class RllibLearner(PolicyLearner):
         self._key = str(directory)
         _environments[self._key] = env
         register_env("loopwright", _environment)
-        self._batch = min(config.rollout or context.default_rollout(config), context.max_steps)
+        self._batch = min(
+            config.rollout or default_rollout(config.trials // context.trials_per_step), context.max_steps
+        )
         self._algorithm = cast("Any", _algorithm_config(algorithm, config, self._key, self._batch).build_algo())
         # A crash between the two renames of `save` leaves only the previous checkpoint.
         for checkpoint in (directory / _CHECKPOINT, directory / _PREVIOUS):
@@ -138,15 +142,33 @@ build_learner = RllibLearner
 
 
 def option_names(algorithm: str) -> list[str]:
-    """The keyword arguments of `training()`: each config class adds its own to those of its bases."""
+    """The keyword arguments of `training()`."""
+    return list(_parameters(algorithm))
+
+
+def _parameters(algorithm: str) -> dict[str, Parameter]:
+    """The keyword arguments of `training()`, without deprecated ones. Each config class adds its own to its bases'."""
     methods = [vars(kind)["training"] for kind in _CONFIGS[algorithm].__mro__ if "training" in vars(kind)]
-    parameters = [parameter for method in methods for parameter in signature(method).parameters.values()]
-    return list(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
+    parameters = [parameter for method in reversed(methods) for parameter in signature(method).parameters.values()]
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is NotProvided}
 
 
-def option_problem(*_: Any) -> str | None:
-    """RLlib checks the values of its options when the algorithm is built."""
-    return None
+def option_problems(algorithm: str, config: RlConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong with the values of options: of the wrong type, or not valid together."""
+    parameters, defaults = _parameters(algorithm), _CONFIGS[algorithm]()
+    is_valid = True
+    for name, value in config.options.items():
+        try:
+            if name in parameters:
+                read_option(parameters[name].annotation, getattr(defaults, name, None), value)
+        except ValueError as error:
+            is_valid = False
+            yield f"options.{name}", str(error)
+    if is_valid and config.options.keys() <= parameters.keys():
+        try:
+            _algorithm_config(algorithm, config, "", config.rollout or default_rollout(config.trials)).validate()
+        except (ValueError, TypeError, AttributeError) as error:
+            yield "options", f"RLlib: {sentence(error)}"
 
 
 def policy_names(_: str) -> list[str]:
@@ -155,25 +177,26 @@ def policy_names(_: str) -> list[str]:
 
 
 def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) -> AlgorithmConfig:
+    logging.getLogger("ray.rllib").setLevel(logging.ERROR)  # it recommends what is set here
     algorithm_config: AlgorithmConfig = _CONFIGS[algorithm]()
+    parameters = _parameters(algorithm)
     options: dict[str, Any] = {} if config.learning_rate is None else {"lr": config.learning_rate}
     if algorithm == "PPO":
         options |= {"train_batch_size_per_learner": batch, "minibatch_size": min(64, batch), "num_epochs": 10}
     else:
         options |= {"train_batch_size_per_learner": 32, "num_steps_sampled_before_learning_starts": min(100, batch)}
+    network: dict[str, Any] = {} if config.hidden is None else {"fcnet_hiddens": list(config.hidden)}
+    for name, value in config.options.items():
+        options[name] = read_option(parameters[name].annotation, getattr(algorithm_config, name, None), value)
     return (
         algorithm_config.environment("loopwright", env_config={"key": key})
         .env_runners(num_env_runners=0, rollout_fragment_length=batch if algorithm == "PPO" else 1)
         .learners(num_learners=0)
         .reporting(min_sample_timesteps_per_iteration=0 if algorithm == "PPO" else batch, min_time_s_per_iteration=0)
-        .rl_module(model_config=DefaultModelConfig(**_network(config)))
+        .rl_module(model_config=DefaultModelConfig(**network))
         .debugging(seed=config.seed, log_level="ERROR")
-        .training(**{**options, **config.options})
+        .training(**options)
     )
-
-
-def _network(config: RlConfig) -> dict[str, Any]:
-    return {} if config.hidden is None else {"fcnet_hiddens": list(config.hidden)}
 
 
 def _learner_numbers(result: Mapping[str, Any]) -> dict[str, float]:

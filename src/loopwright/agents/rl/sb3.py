@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import VecNormalize
 
-from loopwright.agents.rl.learner import ImitationLearner, LearnerContext, RlConfig
+from loopwright.agents.rl.learner import ImitationLearner, LearnerContext, RlConfig, default_rollout
 from loopwright.agents.rl.library_spaces import is_large_image
+from loopwright.agents.rl.options import read_option
 from loopwright.agents.rl.vec_envs import LiveVecEnv, SlotVecEnv, stack
 from loopwright.core.errors import LoopwrightError, MissingExtra, storage
 from loopwright.core.imports import import_object
@@ -185,24 +186,26 @@ def option_names(algorithm: str) -> list[str]:
     return [name for name in names if name not in ("policy", "env", "_init_setup_model")]
 
 
-def option_problem(algorithm: str, name: str, value: Any) -> str | None:
-    """Why the algorithm cannot use this value: another kind than its default, or a device that is not there."""
-    default = signature(algorithm_class(algorithm)).parameters[name].default
-    if name == "device":
+def option_problems(algorithm: str, config: RlConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong with the values of options: of the wrong type, or a device that is not there."""
+    parameters = signature(algorithm_class(algorithm)).parameters
+    for name, value in config.options.items():
         try:
-            device = torch.device("cpu" if value == "auto" else value)
-        except (RuntimeError, TypeError):
-            return f"{value!r} is not a device; write 'cpu', 'cuda' or 'cuda:1'."
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            return f"there is no device {value!r}: CUDA has {torch.cuda.device_count()} devices here; use 'cpu'."
-        return None
-    if isinstance(default, bool) and not isinstance(value, bool):
-        return f"must be true or false, not {value!r}."
-    is_number = isinstance(default, int | float) and not isinstance(default, bool)
-    # A list may be a pair such as train_freq = [4, "step"].
-    if is_number and (isinstance(value, bool | str | dict)):
-        return f"must be a number, not {value!r}; the default is {default:g}."
-    return None
+            if name in parameters:
+                read_option(parameters[name].annotation, parameters[name].default, value)
+            if name == "device":
+                _check_device(value)
+        except ValueError as error:
+            yield f"options.{name}", str(error)
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name!r} is not a device; write 'cpu', 'cuda' or 'cuda:1'.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {name!r}: CUDA has {torch.cuda.device_count()} devices here; use 'cpu'.")
 
 
 def policy_names(algorithm: str) -> list[str]:
@@ -229,7 +232,7 @@ def _options(kind: type[BaseAlgorithm], slots: int, config: RlConfig, context: L
         options["learning_rate"] = config.learning_rate
     if "n_steps" in parameters and not issubclass(kind, OffPolicyAlgorithm):
         batched = "batch_size" in parameters
-        default = context.default_rollout(config) if batched else 8
+        default = default_rollout(config.trials // context.trials_per_step) if batched else 8
         steps = options["n_steps"] = max(2, (config.rollout or min(default, max_steps)) // slots)
         if batched:
             options["batch_size"] = _even_batch(int(config.options.get("n_steps", steps)) * slots)
@@ -238,7 +241,10 @@ def _options(kind: type[BaseAlgorithm], slots: int, config: RlConfig, context: L
         options["buffer_size"] = min(1_000_000, max(1000, max_steps))
         if config.rollout is not None:
             options["train_freq"] = max(1, config.rollout // slots)
-    options |= config.options
+    options |= {
+        name: read_option(parameters[name].annotation, parameters[name].default, value)
+        for name, value in config.options.items()
+    }
     if config.hidden is not None and "policy_kwargs" in config.options:
         options["policy_kwargs"] = {"net_arch": list(config.hidden), **config.options["policy_kwargs"]}
     return {name: value for name, value in options.items() if name in parameters}

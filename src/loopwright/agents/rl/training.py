@@ -153,7 +153,7 @@ def _publish_best(book: TrialBook, config: RlConfig) -> None:
         best = max(known, key=lambda seed: known[seed]) if known else config.seeds[0]
         folder = book.directory / "policy"
         source = folder / f"seed-{best}"
-        with storage(folder):
+        with storage(folder), book.uninterrupted():
             shutil.copytree(source / "best" if (source / "best").is_dir() else source, folder, dirs_exist_ok=True)
             book.ledger.set_state("best seed", best)
 
@@ -171,8 +171,9 @@ def _learn(learner: PolicyLearner, until: int, card: dict[str, Any]) -> None:
 
 def _save(learner: PolicyLearner, card: dict[str, Any]) -> None:
     learner.context.flush()
-    learner.save()
-    write_policy_card(learner.context.directory, card, learner.context.book.step)
+    with learner.context.book.uninterrupted():
+        learner.save()
+        write_policy_card(learner.context.directory, card, learner.context.book.step)
 
 
 def warm_start_pairs(driver: Driver, directory: str) -> list[tuple[Any, Any]]:

@@ -5,17 +5,17 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import orjson
 
 from loopwright.core.errors import InvalidAction, LoopwrightError
-from loopwright.core.outcome import FAULT_OF, Fault, Outcome
+from loopwright.core.outcome import FAULT_OF, Outcome
 from loopwright.core.reward import Objectives, Penalties, Reward, ServerReward
-from loopwright.core.trial import Regime, Trial
+from loopwright.core.trial import Trial
 from loopwright.envs.live.config import context_conflict
-from loopwright.envs.live.episode_log import EpisodeLog, StepFailures
+from loopwright.envs.live.episode_log import OK, Ending, EpisodeLog, LiveEpisode, StepFailures
 from loopwright.envs.live.regime_server import refusal, unacknowledged
 from loopwright.envs.live.server import (
     GymServer,
@@ -34,47 +34,12 @@ from loopwright.spaces.space import Draws
 log = logging.getLogger(__name__)
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 """Observation, reward, terminated, truncated, info."""
-Ending = tuple[Outcome, Fault | None, str]
-"""How an episode ended: outcome, fault, reason."""
-_OK: Ending = (Outcome.OK, None, "")
-_REWARD_PARTS = '{"parts":{},"more":[]}'
 _CLOSED = "the environment is closed: make another one"
 
 
 def failure_reward(worst: float) -> float:
     """The learner's reward for a failure without a penalty: less than the worst reward so far, in float32 too."""
     return worst - max(1.0, 0.1 * abs(worst))
-
-
-@dataclass(frozen=True)
-class _Episode:
-    """An episode, from its first step on."""
-
-    first: int
-    group: int
-    draw: int | None
-    regime: Regime
-    regime_json: str
-    began_at: float
-
-    def summary(self, last: int, length: int, total: float, *, truncated: bool, complete: bool) -> dict[str, Any]:
-        """What ledger and report store of it, after its `last` step. `complete` if the server ended it."""
-        return {
-            "episode": self.group,
-            "first": self.first,
-            "last": last,
-            "return": total,
-            "length": length,
-            "regime": self.regime,
-            "truncated": truncated,
-            "complete": complete,
-        }
-
-    def row(self, summary: Mapping[str, Any], ending: Ending) -> tuple[Any, ...]:
-        """Its row in the ledger with `record = "episodes"`."""
-        reward = (summary["return"], _REWARD_PARTS) if ending is _OK else (None, None)
-        row = (summary["last"], self.group, "null", self.draw, self.regime_json, *ending, *reward)
-        return *row, orjson.dumps(summary).decode(), self.began_at, time.time()
 
 
 class LiveEnv:
@@ -113,7 +78,7 @@ class LiveEnv:
         """Makes another server of the same kind, for evaluations; None if the server is the caller's own object."""
         self._records_episodes = record == "episodes"
         self._watchdog = Watchdog(timeout_s)
-        self._progress: tuple[_Episode, int, int, float] | None = None
+        self._progress: tuple[LiveEpisode, int, int, float] | None = None
         self.slots: list[LiveEnv] = [self] if first is None else first.slots
         if first is None:
             self._log = EpisodeLog(book.ledger, lambda: [one for slot in self.slots for one in slot._unfinished()])
@@ -130,7 +95,7 @@ class LiveEnv:
         self._regime: dict[str, Any] = {}
         self._regime_json = "{}"
         self._draw: int | None = None
-        self._episode, self._return = _Episode(0, 0, None, {}, "{}", 0.0), 0.0
+        self._episode, self._return = LiveEpisode(0, 0, None, {}, "{}", 0.0), 0.0
         self._last = self._length = 0
         self._worst = min(0.0, book.ledger.worst() or 0.0)
         self._check = checker(server.observation_space)
@@ -218,9 +183,9 @@ class LiveEnv:
         group = self.book.new_group()
         if self._draw is not None:
             self.book.draw = max(self.book.draw, self._draw)
-        self._episode = _Episode(number, group, self._draw, self._regime, self._regime_json, time.time())
+        self._episode = LiveEpisode(number, group, self._draw, self._regime, self._regime_json, time.time())
 
-    def _end_episode(self, *, truncated: bool, complete: bool, ending: Ending = _OK) -> None:
+    def _end_episode(self, *, truncated: bool, complete: bool, ending: Ending = OK) -> None:
         self._failures.episodes += 1
         if self._length:  # otherwise it was interrupted in its first step
             last = self._last
@@ -235,7 +200,7 @@ class LiveEnv:
             return []
         episode, last, length, total = progress
         summary = episode.summary(last, length, total, truncated=True, complete=False)
-        return [(episode.row(summary, _OK), summary)]
+        return [(episode.row(summary, OK), summary)]
 
     def _env_params(self) -> dict[str, Any]:
         return {"env_params": dict(self._regime)} if self._regime else {}
@@ -367,8 +332,6 @@ class LiveEnv:
         value = action.tolist() if hasattr(action, "tolist") else action
         return Trial(number, {"action": value}, "", self._episode.group, draw=self._draw, regime=self._regime)
 
-    # -- flush and close ----------------------------------------------------------------------------------------
-
     def step_slots(self, actions: Sequence[Any]) -> list[Step]:
         """One step of every slot, in their order; in one call, if their servers share a process."""
         step_copies = getattr(self.server, "step_copies", None)
@@ -387,6 +350,8 @@ class LiveEnv:
                 steps.append(finish(number, action, result))
         self._log.release()
         return steps
+
+    # -- flush and close ----------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Write every step to the ledger: before a checkpoint, and at the end."""

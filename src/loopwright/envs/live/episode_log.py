@@ -1,19 +1,59 @@
 """The episodes of a live run on their way to the ledger, and how many of them failed."""
 
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from loopwright.core.outcome import Outcome
+import orjson
+
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.trial import Regime
 from loopwright.envs.live.server import ServerError
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.recorder import Recorder
 
+Ending = tuple[Outcome, Fault | None, str]
+"""How an episode ended: outcome, fault, reason."""
+OK: Ending = (Outcome.OK, None, "")
 Unfinished = tuple[tuple[Any, ...], dict[str, Any]]
 """The row and the facts of an episode."""
 MAX_IN_A_ROW = 10
 """So many failed steps of each environment without a good one between them stop the run."""
 _SHOWN, _MAX_REASONS = 3, 100
+_REWARD_PARTS = '{"parts":{},"more":[]}'
+
+
+@dataclass(frozen=True)
+class LiveEpisode:
+    """An episode, from its first step on."""
+
+    first: int
+    group: int
+    draw: int | None
+    regime: Regime
+    regime_json: str
+    began_at: float
+
+    def summary(self, last: int, length: int, total: float, *, truncated: bool, complete: bool) -> dict[str, Any]:
+        """What ledger and report store of it, after its `last` step. `complete` if the server ended it."""
+        return {
+            "episode": self.group,
+            "first": self.first,
+            "last": last,
+            "return": total,
+            "length": length,
+            "regime": self.regime,
+            "truncated": truncated,
+            "complete": complete,
+        }
+
+    def row(self, summary: Mapping[str, Any], ending: Ending) -> tuple[Any, ...]:
+        """Its row in the ledger with `record = "episodes"`."""
+        reward = (summary["return"], _REWARD_PARTS) if ending is OK else (None, None)
+        row = (summary["last"], self.group, "null", self.draw, self.regime_json, *ending, *reward)
+        return *row, orjson.dumps(summary).decode(), self.began_at, time.time()
 
 
 class EpisodeLog:
