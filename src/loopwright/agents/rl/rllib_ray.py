@@ -25,7 +25,7 @@ from ray.tune.registry import register_env
 from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig, default_rollout
 from loopwright.agents.rl.library_spaces import wrap_for_library
 from loopwright.agents.rl.options import read_option
-from loopwright.core.errors import sentence, storage
+from loopwright.core.errors import storage
 from loopwright.core.trial import Observation
 from loopwright.envs.gym.adapter import Driver, LiveAdapter, step_info
 from loopwright.envs.gym.codec import FlattenCodec
@@ -168,7 +168,7 @@ def option_problems(algorithm: str, config: RlConfig) -> Iterator[tuple[str, str
         try:
             _algorithm_config(algorithm, config, "", config.rollout or default_rollout(config.trials)).validate()
         except (ValueError, TypeError, AttributeError) as error:
-            yield "options", f"RLlib: {sentence(error)}"
+            yield "options", f"RLlib: {str(error).partition(chr(10))[0]}"
 
 
 def policy_names(_: str) -> list[str]:
@@ -182,15 +182,17 @@ def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) ->
     parameters = _parameters(algorithm)
     options: dict[str, Any] = {} if config.learning_rate is None else {"lr": config.learning_rate}
     if algorithm == "PPO":
+        fragment = batch
         options |= {"train_batch_size_per_learner": batch, "minibatch_size": min(64, batch), "num_epochs": 10}
     else:
+        fragment = config.options.get("n_step", 1)
         options |= {"train_batch_size_per_learner": 32, "num_steps_sampled_before_learning_starts": min(100, batch)}
     network: dict[str, Any] = {} if config.hidden is None else {"fcnet_hiddens": list(config.hidden)}
     for name, value in config.options.items():
         options[name] = read_option(parameters[name].annotation, getattr(algorithm_config, name, None), value)
     return (
         algorithm_config.environment("loopwright", env_config={"key": key})
-        .env_runners(num_env_runners=0, rollout_fragment_length=batch if algorithm == "PPO" else 1)
+        .env_runners(num_env_runners=0, rollout_fragment_length=fragment)
         .learners(num_learners=0)
         .reporting(min_sample_timesteps_per_iteration=0 if algorithm == "PPO" else batch, min_time_s_per_iteration=0)
         .rl_module(model_config=DefaultModelConfig(**network))
