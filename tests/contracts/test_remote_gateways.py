@@ -19,6 +19,7 @@ from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.build import build_gateway_host
+from loopwright.rollouts.pools.resources import PlacementConfig
 from loopwright.rollouts.remote.gateway_config import EmbeddedGatewayConfig, RayGatewayConfig
 from loopwright.rollouts.remote.gateway_host import (
     EmbeddedGatewayHost,
@@ -41,6 +42,7 @@ from tests.rollouts.remote.agents import (
 )
 
 SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.2)
+ONE_ENGINE = PlacementConfig(workers=1, cpus=0.1)
 
 
 def test_t10_a_remote_agent_without_an_address_is_an_error_at_load_time(tmp_path):
@@ -109,7 +111,11 @@ class TestT11Relay(TestT11External):
 def on_ray(cluster, tmp_path_factory):  # noqa: F811
     """One host for all tests of a class: actors take seconds to start."""
     host = build_gateway_host(
-        RayGatewayConfig(cpus=0.1, engine_cpus=0.1, engines=2), SCRIPTED, tmp_path_factory.mktemp("ray"), "r"
+        RayGatewayConfig(cpus=0.1, workers=2),
+        SCRIPTED,
+        tmp_path_factory.mktemp("ray"),
+        "r",
+        PlacementConfig(workers=2, cpus=0.1),
     )
     with asyncio.Runner() as runner:
         runner.run(host.start())
@@ -139,12 +145,12 @@ def test_t11_an_embedded_gateway_hands_its_episode_over_in_memory(tmp_path, monk
 @pytest.mark.usefixtures("cluster")
 def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
     async def main():
-        host = build_gateway_host(RayGatewayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
+        host = build_gateway_host(RayGatewayConfig(cpus=0.1), SCRIPTED, tmp_path, "r", ONE_ENGINE)
         await host.start()
         try:
             before = await host.access()
             await host.publish(WeightUpdate(4))
-            ray.kill(host._gateway._router.backends[0].actor)
+            ray.kill(host._gateways._router.backends[0].actor)
             async with asyncio.timeout(60):
                 while (after := await host.access()).url == before.url:
                     await asyncio.sleep(0.1)
@@ -161,13 +167,13 @@ def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
 @pytest.mark.usefixtures("cluster")
 def test_t11_an_engine_actor_that_dies_is_replaced_and_gets_the_latest_weights(tmp_path):
     async def main():
-        host = build_gateway_host(RayGatewayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
+        host = build_gateway_host(RayGatewayConfig(cpus=0.1), SCRIPTED, tmp_path, "r", ONE_ENGINE)
         await host.start()
         try:
             await host.publish(WeightUpdate(4))
             session = await host.open("s", SessionConfig(sampling=Sampling(max_tokens=4)))
             assert (await chat(session))[0] == 200
-            ray.kill(host._engines._router.backends[0].actor)
+            ray.kill(host._engines.pool._router.backends[0].actor)
             assert (await chat(session, "still there?"))[0] == 200, "the call waits for the replacement"
             episode = await session.close()
             assert [span.version for node in episode.nodes for span in node.spans] == [4, 4]
@@ -180,7 +186,7 @@ def test_t11_an_engine_actor_that_dies_is_replaced_and_gets_the_latest_weights(t
 @pytest.mark.usefixtures("cluster")
 def test_t11_a_run_with_its_gateway_and_agents_on_ray(tmp_path, monkeypatch):
     """Also T09: settings that are resolved in the driver reach the agents of workers on other machines."""
-    more = ENGINE + '[run.gateway]\ntype = "ray"\ncpus = 0.1\nengine_cpus = 0.1\n'
+    more = ENGINE + '[run.gateway]\ntype = "ray"\nworkers = 2\ncpus = 0.1\n[run.rollout.engines]\ncpus = 0.1\n'
     text = "chat(); print(os.environ['FLAVOUR'], os.environ['PASSED'])"
     loop = ', workers = 2, cpus = 0.1, pass_env = ["PASSED"]'
     file = tmp_path / "s.toml"

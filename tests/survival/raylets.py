@@ -24,9 +24,9 @@ def require(condition: bool) -> None:
         raise RuntimeError("the test failed here")
 
 
-def failure(requests, strategy="PACK"):
+def failure(request):
     try:
-        check_resources(requests, strategy)
+        check_resources([request])
     except ResourcesError as error:
         return str(error)
     return ""
@@ -54,10 +54,10 @@ def main() -> int:
     with RayConnection():
         require(len(cluster_nodes()) == 2)
         # The cluster has four CPUs, but each worker must fit on one node.
-        require("no node is large enough for one worker of 'wide'" in failure([ResourceRequest("wide", 1, 3)]))
-        require("no node has 3 CPUs" in failure([ResourceRequest("near", 3, 1)], "STRICT_PACK"))
-        require("one node for each of the 3" in failure([ResourceRequest("far", 3, 0.1)], "STRICT_SPREAD"))
-        require(failure([ResourceRequest("fair", 2, 2)], "STRICT_SPREAD") == "")
+        require("no node is large enough for one worker of 'wide'" in failure(ResourceRequest("wide", 1, 3)))
+        require("no node has 3 CPUs" in failure(ResourceRequest("near", 3, 1, strategy="STRICT_PACK")))
+        require("one node for each of the 3" in failure(ResourceRequest("far", 3, 0.1, strategy="STRICT_SPREAD")))
+        require(failure(ResourceRequest("fair", 2, 2, strategy="STRICT_SPREAD")) == "")
         begin_s = time.monotonic()
         asyncio.run(batch(cluster, node))
         print(f"{CALLS} calls in {time.monotonic() - begin_s:.1f} s, none lost")

@@ -84,7 +84,7 @@ def _show_rollouts(console: Console, run: Any, directory: Path) -> None:
     types = {"loop": rollout.loop.type, "judger": rollout.judger.type, "engine": run.engine.type}
     lines = [f"{name:<8}  {type}" for name, type in types.items()]
     lines[0] += f", {_count(rollout.loop.concurrency, 'rollout')} at a time"
-    lines += [f"on Ray    {request}" for request in rollout.resource_requests()]
+    lines += [f"on Ray    {request}" for request in rollout.resource_requests(run.gateway)]
     tasks = {source.label(): source.load(directory) for source in rollout.tasks}
     weights = {source.label(): source.weight for source in rollout.tasks}
     lines += [f"tasks     {name}: {_count(len(tasks[name]), 'task')}, weight {weights[name]:g}" for name in tasks]

@@ -20,7 +20,8 @@ def command(
 ) -> None:
     """Check scenarios without running them. Lists every problem with its file, key and fix.
 
-    Servers that a live run names by address must be reachable. With --cloudai: SYSTEM TESTS_DIR SCENARIO...
+    Servers and Ray clusters that are named by address must be reachable, and clusters large enough. With --cloudai:
+    SYSTEM TESTS_DIR SCENARIO...
     """
     shared, failed = paths[: min(2, len(paths) - 1)] if cloudai else [], False
     options = CloudAiOptions(cloudai, hook_dir, single_sbatch)
@@ -35,7 +36,7 @@ def command(
     for file in files:
         try:
             loaded, _ = load_files([*shared, file], overrides_of(overrides), options)
-            if problems := [problem for run in loaded.runs for problem in run.unreachable()]:
+            if problems := [problem for run in loaded.runs for problem in run.unreachable(loaded.scenario.system)]:
                 raise ScenarioError(file, problems)
         except ScenarioError as error:
             failed = True

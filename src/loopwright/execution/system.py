@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -50,12 +50,20 @@ class SystemConfig(Config):
     def call_executor(self, directory: Path, gpus: int = 0) -> CallExecutor:
         """What runs the Python functions of a run."""
 
+    def resolved(self, directory: Path) -> Self:
+        """The same, with paths that are relative to the scenario's directory made absolute."""
+        return self
+
     def adopts(self, handle: str) -> bool:
         """Whether a resumed run can continue with the job of this handle."""
         return False
 
     def problems(self, kind: str, nodes: Sequence[int] = (), gpus: int = 0) -> list[Problem]:
         """Why this system cannot run such a run, whose trials take this many nodes and GPUs."""
+        return []
+
+    def unreachable(self, gpus: int = 0) -> list[Problem]:
+        """Why no trial that takes this many GPUs could run now; asked by `loopwright verify`."""
         return []
 
 

@@ -1,17 +1,22 @@
 """Builds a rollout environment: its pools of loop workers and judgers, in this process or on Ray."""
 
+import asyncio
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from loopwright.core.errors import MissingExtra
+from loopwright.core.errors import ClusterError, MissingExtra, Problem
 from loopwright.engines.base import EngineConfig, engines
+from loopwright.execution.ray.options import RayOptions
+from loopwright.execution.ray.system import RaySystem
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.config import RolloutConfig
@@ -19,10 +24,12 @@ from loopwright.rollouts.env import PolicySource, RolloutEnv
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judgers import JudgerClient, JudgeWorker
 from loopwright.rollouts.judgers.base import JudgerConfig
+from loopwright.rollouts.loops.base import LoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker
-from loopwright.rollouts.pools.base import Pool, WorkerFactory
+from loopwright.rollouts.pools.actor_host import build_below
+from loopwright.rollouts.pools.base import Pool, Worker
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.pools.resources import ResourceRequest
+from loopwright.rollouts.pools.resources import PlacementConfig, ResourceRequest, ResourcesError
 from loopwright.rollouts.remote.config import RemoteConfig, server_token
 from loopwright.rollouts.remote.gateway_config import (
     EmbeddedGatewayConfig,
@@ -44,8 +51,10 @@ from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.workloads.base import fingerprint_of
 
+_POLL_S = 0.5
 _NOT_FINGERPRINTED = {
-    *("workers", "cpus", "memory", "concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"),
+    *PlacementConfig.model_fields,
+    *("concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"),
     *("server", "token_file", "queue_s", "artifacts"),
 }
 """Settings that change where and how fast rollouts run, but not their results."""
@@ -73,16 +82,18 @@ def rollout_env(
     seed: int,
     gateway: GatewayHostConfig | None = None,
     evaluation: EvalConfig | None = None,
+    ray: RayOptions | None = None,
 ) -> RolloutEnv:
     """Build the environment of a rollout run."""
-    loop = config.loop
+    loop, ray = config.loop, ray or RaySystem()
     gateway = (gateway or EmbeddedGatewayConfig()) if isinstance(loop, RemoteConfig) else None
-    in_process = not loop.workers if gateway is None else isinstance(gateway, EmbeddedGatewayConfig)
+    alone = not loop.workers and not config.engines.workers
+    in_process = alone if gateway is None else isinstance(gateway, EmbeddedGatewayConfig)
     return RolloutEnv(
         book,
         tasks=tasks,
-        loop=_build_loop(book, config, engine, gateway, scenario_dir),
-        judger=build_judger_client(config.judger, scenario_dir),
+        loop=_build_loop(book, config, engine, gateway, scenario_dir, ray),
+        judger=build_judger_client(config.judger, scenario_dir, ray),
         buffer=Groups(book.ledger),
         produce=config.produce,
         seed=seed,
@@ -92,40 +103,58 @@ def rollout_env(
             engine, loop.sampling, scenario_dir, in_process=engine.type == "transformers" and in_process
         ),
         evaluation=evaluation,
-        cluster=partial(
-            _cluster, [*config.resource_requests(), *(gateway.resource_requests() if gateway is not None else ())]
-        ),
+        cluster=partial(_cluster, config.resource_requests(gateway), ray),
     )
 
 
 def _build_loop(
-    book: TrialBook, config: RolloutConfig, engine: EngineConfig, gateway: GatewayHostConfig | None, scenario_dir: Path
+    book: TrialBook,
+    config: RolloutConfig,
+    engine: EngineConfig,
+    gateway: GatewayHostConfig | None,
+    scenario_dir: Path,
+    ray: RayOptions,
 ) -> Pool:
-    """The loop's workers, each with its own engine, or all with a gateway that has one."""
-    loop = config.loop
+    """The loop's workers, each with its own engine, or all with engines or a gateway that they share."""
+    loop, placement = config.loop, config.engine_placement(gateway)
     if isinstance(loop, RemoteConfig) and gateway is not None:
         # Read here, where the run was started: workers on other machines do not have these variables.
         passed_env = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
         run_tests = "verifier" in config.judger.required_evidence()
-        host = build_gateway_host(gateway, engine, scenario_dir, book.name)
+        host = build_gateway_host(gateway, engine, scenario_dir, book.name, placement, ray)
         if loop.server is not None:
             return _trial_server_loop(
                 loop, loop.server, host, book, scenario_dir, passed_env=passed_env, run_tests=run_tests
             )
-        build: WorkerFactory = partial(
+        build = partial(
             RemoteWorker,
             loop,
-            scenario_dir,
             run=book.name,
             passed_env=passed_env,
             run_tests=run_tests,
             sessions=None if loop.workers else host.local_sessions(),
         )
-        workers = build_pool("loop", build, loop, scenario_dir, capacity=loop.concurrency)
+        workers = build_pool("loop", build, loop, scenario_dir, capacity=loop.concurrency, ray=ray)
         return GatewayPool(host, workers, _check_reachable if loop.workers else None)
-    return build_pool(
-        "loop", partial(LoopWorker.build, loop, engine, scenario_dir), loop, scenario_dir, capacity=loop.concurrency
-    )
+    if placement.workers:
+        return _shared_engine_loop(loop, engine, placement, scenario_dir, book.name, ray)
+    own_engine = partial(LoopWorker.build, loop, engine)
+    return build_pool("loop", own_engine, loop, scenario_dir, capacity=loop.concurrency, ray=ray)
+
+
+def _shared_engine_loop(
+    loop: LoopConfig, engine: EngineConfig, placement: PlacementConfig, scenario_dir: Path, name: str, ray: RayOptions
+) -> Pool:
+    """A loop whose workers share engines in Ray actors."""
+    if find_spec("ray") is None:
+        raise MissingExtra(f"engines with workers = {placement.workers}", "ray")
+    from loopwright.rollouts.engine_pool_ray import EnginePool, EngineWorker, SharedEngineLoops, build_loop_worker
+
+    options = _ray_options(placement.request("engines"), scenario_dir, ray)
+    engines = EnginePool(partial(EngineWorker, engine), name, **options)
+    build = partial(build_loop_worker, loop, engines.client)
+    workers = build_pool("loop", build, loop, scenario_dir, capacity=loop.concurrency, ray=ray)
+    return SharedEngineLoops(engines, workers)
 
 
 def _trial_server_loop(
@@ -153,8 +182,8 @@ async def _check_reachable(url: str) -> None:
     check_reachable(url)
 
 
-@contextmanager
-def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
+@asynccontextmanager
+async def _cluster(requests: Sequence[ResourceRequest], ray: RayOptions) -> AsyncIterator[None]:
     """Connect to Ray if a pool needs it, after checking that all pools fit together, before any is launched."""
     if not requests:
         yield
@@ -162,47 +191,90 @@ def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
     from loopwright.execution.ray.connection import RayConnection
     from loopwright.rollouts.pools.ray.launch import check_resources
 
-    with RayConnection():
-        check_resources(requests, "PACK")
+    with RayConnection(address=ray.address, runtime_env=ray.runtime_env):
+        # Whoever sets `wait_s` expects nodes that are started on demand.
+        deadline = time.monotonic() + (ray.wait_s if "wait_s" in ray.model_fields_set else 0.0)
+        while True:
+            try:
+                check_resources(requests)
+                break
+            except ResourcesError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_POLL_S)
         yield
 
 
-def build_judger_client(config: JudgerConfig, scenario_dir: Path) -> JudgerClient:
-    """The client of a judger, in this process or on Ray."""
-    build = partial(JudgeWorker.build, config, scenario_dir)
-    return JudgerClient(build_pool("judger", build, config, scenario_dir, capacity=config.capacity()), config)
+def cluster_problems(requests: Sequence[ResourceRequest], ray: RayOptions) -> list[Problem]:
+    """Why the pools of a run could not be placed on the cluster that is named; asked by `loopwright verify`."""
+    from loopwright.execution.ray.connection import RayConnection
+    from loopwright.rollouts.pools.ray.launch import check_resources
 
-
-def build_pool(name: str, build: WorkerFactory, config: Any, scenario_dir: Path, *, capacity: int) -> Pool:
-    """`workers = 0`: in this process; otherwise on Ray, with up to `capacity` calls per worker at a time."""
-    if config.workers == 0:
-        return LocalPool(build, name=name)
     try:
-        from loopwright.rollouts.pools.ray.pool import RayPool
-    except ModuleNotFoundError as error:
-        raise MissingExtra(f"{name} with workers = {config.workers}", "ray") from error
-    return RayPool(
-        build,
-        workers=config.workers,
-        cpus=config.cpus,
-        memory_bytes=config.memory,
-        name=name,
-        import_dir=scenario_dir,
-        # Calls queue in the caller, where no deadline runs, and not in the pool.
-        max_concurrency=max(1000, capacity),
-    )
+        with RayConnection(address=ray.address, runtime_env=ray.runtime_env):
+            check_resources(requests)
+    except ClusterError as error:
+        return [Problem("[run.rollout]", str(error))]
+    return []
 
 
-def build_gateway_host(config: GatewayHostConfig, engine: EngineConfig, scenario_dir: Path, name: str) -> GatewayHost:
-    """The host that a configuration describes."""
+def build_judger_client(config: JudgerConfig, scenario_dir: Path, ray: RayOptions | None = None) -> JudgerClient:
+    """The client of a judger, in this process or on Ray."""
+    build = partial(JudgeWorker.build, config)
+    pool = build_pool("judger", build, config, scenario_dir, capacity=config.capacity(), ray=ray)
+    return JudgerClient(pool, config)
+
+
+def build_pool(
+    name: str,
+    build: Callable[..., Worker],
+    config: PlacementConfig,
+    scenario_dir: Path,
+    *,
+    capacity: int,
+    ray: RayOptions | None = None,
+) -> Pool:
+    """`workers = 0`: in this process; otherwise on Ray, with up to `capacity` calls per worker at a time.
+
+    `build` takes `scenario_dir`, which may be another one on other nodes.
+    """
+    if config.workers == 0:
+        return LocalPool(partial(build, scenario_dir=scenario_dir), name=name)
+    if find_spec("ray") is None:
+        raise MissingExtra(f"{name} with workers = {config.workers}", "ray")
+    from loopwright.rollouts.pools.ray.pool import RayPool
+
+    options = _ray_options(config.request(name), scenario_dir, ray or RaySystem())
+    there = partial(build_below, build, options["import_dir"])
+    # Calls queue in the caller, where no deadline runs, and not in the pool.
+    return RayPool(there, **options, max_concurrency=max(1000, capacity))
+
+
+def _ray_options(request: ResourceRequest, scenario_dir: Path, ray: RayOptions) -> dict[str, Any]:
+    """What pools on Ray have in common; nodes may have the scenario's directory elsewhere."""
+    return {"request": request, "import_dir": ray.directory_on_nodes(scenario_dir), "wait_s": ray.wait_s}
+
+
+def build_gateway_host(
+    config: GatewayHostConfig,
+    engine: EngineConfig,
+    scenario_dir: Path,
+    name: str,
+    placement: PlacementConfig | None = None,
+    ray: RayOptions | None = None,
+) -> GatewayHost:
+    """The host that a configuration describes; `placement` is that of the engines of a gateway on Ray."""
     if isinstance(config, TrialServerGatewayConfig):
         return TrialServerGatewayHost()
     if isinstance(config, ExternalGatewayConfig):
         return ExternalGatewayHost(GatewayAccess(config.url, config.token(scenario_dir), RESTART_S))
     if isinstance(config, EmbeddedGatewayConfig):
         return EmbeddedGatewayHost(config, lambda: engines.get(engine.type)(engine, scenario_dir))
-    try:
-        from loopwright.rollouts.remote.gateway_host_ray import RayGatewayHost
-    except ModuleNotFoundError as error:
-        raise MissingExtra("a gateway on Ray", "ray") from error
-    return RayGatewayHost(config, engine, scenario_dir, name)
+    if find_spec("ray") is None:
+        raise MissingExtra("a gateway on Ray", "ray")
+    from loopwright.rollouts.engine_pool_ray import EnginePool, EngineWorker
+    from loopwright.rollouts.remote.gateway_host_ray import RayGatewayHost
+
+    ray, request = ray or RaySystem(), (placement or PlacementConfig(workers=1)).request("engines")
+    pool = EnginePool(partial(EngineWorker, engine), name, **_ray_options(request, scenario_dir, ray))
+    return RayGatewayHost(config, pool, **_ray_options(config.request("gateway"), scenario_dir, ray))

@@ -10,9 +10,10 @@ from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.core.registry import config_parser
-from loopwright.rollouts.judgers.base import AnyJudger, JudgerConfig
+from loopwright.rollouts.judgers.base import AnyJudger
 from loopwright.rollouts.loops.base import LoopConfig, loops
-from loopwright.rollouts.pools.resources import ResourceRequest
+from loopwright.rollouts.pools.resources import PlacementConfig, ResourceRequest
+from loopwright.rollouts.remote.gateway_config import GatewayHostConfig, RayGatewayConfig
 from loopwright.rollouts.tasks.sources import Sources, TasksConfig, select_tasks, source_problems
 
 _AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(config_parser(loops))]
@@ -71,13 +72,26 @@ class RolloutConfig(Config):
     """How an episode becomes a reward, chosen by `type`."""
     produce: ProduceConfig = ProduceConfig()
     """How groups of rollouts are produced."""
+    engines: PlacementConfig = PlacementConfig()
+    """With `workers`: that many engines in Ray actors of their own, shared by all loop workers. Otherwise each loop
+    worker has its own engine."""
 
-    def resource_requests(self) -> list[ResourceRequest]:
+    def engine_placement(self, gateway: GatewayHostConfig | None) -> PlacementConfig:
+        """Where engines that are shared run; no `workers` if none are. Gateways on Ray have at least one."""
+        if isinstance(gateway, RayGatewayConfig) and not self.engines.workers:
+            return self.engines.model_copy(update={"workers": 1})
+        return self.engines
+
+    def resource_requests(self, gateway: GatewayHostConfig | None = None) -> list[ResourceRequest]:
         """The resources that its pools need on a Ray cluster; empty if they are in this process."""
-        parts: dict[str, LoopConfig | JudgerConfig] = {"loop": self.loop, "judger": self.judger}
-        return [
-            ResourceRequest(name, part.workers, part.cpus, part.memory) for name, part in parts.items() if part.workers
-        ]
+        parts: dict[str, PlacementConfig] = {
+            "loop": self.loop,
+            "judger": self.judger,
+            "engines": self.engine_placement(gateway),
+        }
+        if isinstance(gateway, RayGatewayConfig):
+            parts["gateway"] = gateway
+        return [part.request(name) for name, part in parts.items() if part.workers]
 
     def problems(self, scenario_dir: Path, held_out: Sequence[TasksConfig] = ()) -> list[Problem]:
         """What is wrong with it, for its own tasks and the held-out ones; checked before anything starts."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -74,7 +74,7 @@ class RolloutEnv:
         deadline_s: float = 600.0,
         source: PolicySource | None = None,
         evaluation: EvalConfig | None = None,
-        cluster: Callable[[], AbstractContextManager[None]] = nullcontext,
+        cluster: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         self.book, self.tasks, self.loop, self.judger, self.buffer = book, tasks, loop, judger, buffer
         self.produce, self.concurrency = produce or ProduceConfig(), concurrency
@@ -90,7 +90,7 @@ class RolloutEnv:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["RolloutEnv"]:
         """Start the judger and the loop's workers, and stop them at the end."""
-        with self._cluster():
+        async with self._cluster():
             try:
                 await self.judger.start()
                 await self.loop.start()

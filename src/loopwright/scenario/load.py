@@ -87,6 +87,7 @@ def _read_scenario(raw: Mapping[str, Any], checker: Checker) -> tuple[str, Syste
         table = {"type": "local", **table}
         kind = checker.registered("[system]", table, systems)
         system = checker.model("[system]", table, kind) if kind is not None else None
+        system = system.resolved(checker.directory) if system is not None else None
         checker.system = system or (checker.system if kind is None else kind.model_construct())
     else:
         checker.add("[system]", f"must be a table, not {table!r}.")

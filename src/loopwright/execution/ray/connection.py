@@ -3,9 +3,10 @@
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import ray
@@ -13,6 +14,7 @@ from ray._private import ray_constants, services
 
 from loopwright.core.errors import ClusterError
 
+_CONNECT_S = 5.0
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -21,12 +23,21 @@ class RayConnection:
 
     _users = 0
     _started_here = False
+    _runtime_env: Mapping[str, Any] | None = None
 
-    def __init__(self, cpus: int | None = None, address: str | None = None) -> None:
+    def __init__(
+        self, cpus: int | None = None, address: str | None = None, runtime_env: Mapping[str, Any] | None = None
+    ) -> None:
         self._open = True
         if not ray.is_initialized():
-            _init(cpus, address)
+            _init(cpus, address, runtime_env)
             RayConnection._started_here, RayConnection._users = True, 0
+            RayConnection._runtime_env = runtime_env
+        elif runtime_env and runtime_env != RayConnection._runtime_env:
+            raise ClusterError(
+                "this process is connected to Ray with another runtime_env. Shut that connection down first "
+                "(ray.shutdown()), or remove `runtime_env` from [system]."
+            )
         RayConnection._users += 1
 
     def close(self) -> None:
@@ -46,23 +57,77 @@ class RayConnection:
         self.close()
 
 
-def _init(cpus: int | None, address: str | None) -> None:
+def _init(cpus: int | None, address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    existing = address or os.environ.get("RAY_ADDRESS") or services.find_bootstrap_address(None)
+    if runtime_env:
+        quiet["runtime_env"] = dict(runtime_env)
+    existing = address or os.environ.get("RAY_ADDRESS")
+    if existing:
+        check_address(existing)
+    else:
+        existing = services.find_bootstrap_address(None)
+        try:
+            check_address(existing or "")
+        except ClusterError:
+            existing = None  # one that was killed has left its address
     in_main_thread = threading.current_thread() is threading.main_thread()
     sigterm_handler = signal.getsignal(signal.SIGTERM) if in_main_thread else None
     try:
         if existing and existing != "local":
-            ray.init(address=existing, **quiet)
+            with _loopback_only() if _listens_on_loopback_only(existing) else nullcontext():
+                ray.init(address=existing, **quiet)
         else:
             with _loopback_only():
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
         where = existing or "this machine"
         raise ClusterError(f"cannot use Ray at {where}: {error}. Check RAY_ADDRESS and `ray status`") from error
     finally:
         if sigterm_handler is not None:
             signal.signal(signal.SIGTERM, sigterm_handler)  # Ray installs its own, which would skip our shutdown.
+
+
+def check_address(address: str) -> None:
+    """ClusterError if nothing listens at the address of a cluster; Ray itself would try for half a minute."""
+    if "://" in address:
+        raise ClusterError(
+            f"{address} is not the address of a cluster's head (HOST:PORT, usually port 6379). Loopwright does not use "
+            "Ray Client: run it on a node of the cluster, for example with `ray job submit -- loopwright run …`."
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address}: {error.strerror or error}. Start its head node "
+            "(`ray start --head`), or correct RAY_ADDRESS or [system] address; without one, Ray is started here."
+        ) from error
+
+
+def find_shortage(request: Mapping[str, float]) -> str:
+    """Why no node of the cluster could ever run a trial that takes this much; empty if one could."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    if any(all(node.get(name, 0) >= amount for name, amount in request.items()) for node in nodes):
+        return ""
+    largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in request}
+    return (
+        f"no node of the Ray cluster is large enough: a trial takes {dict(request)}, the most that a node has is "
+        f"{largest}. Change [system] or [run.workload] gpus, or raise wait_s if nodes are started on demand."
+    )
+
+
+def _listens_on_loopback_only(address: str) -> bool:
+    """Whether a cluster of this machine cannot be reached by the machine's own address, which Ray would use instead."""
+    host, _, port = address.rpartition(":")
+    if not host.startswith("127."):
+        return False
+    try:
+        check_address(f"{services.get_node_ip_address()}:{port}")
+    except ClusterError:
+        return True
+    return False
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import CallExecutor, CallResult, Command, Completion, Executor, FunctionCall, OnStart
-from loopwright.execution.ray.connection import RayConnection
+from loopwright.execution.ray.connection import RayConnection, find_shortage
 from loopwright.execution.ray.host import HostAnswer, HostSettings, Package, TrialHost
 from loopwright.execution.ray.options import RayOptions
 from loopwright.execution.ray.transfer import pack, unpack
@@ -46,7 +46,7 @@ class HostPool:
     """Up to `parallel` actors, started when they are needed. A trial gets whichever is free first."""
 
     def __init__(self, system: RayOptions, directory: Path, gpus: int) -> None:
-        self._connection = RayConnection(address=system.address)
+        self._connection = RayConnection(address=system.address, runtime_env=system.runtime_env)
         self._system, self._request = system, dict(system.request(gpus))
         token = directory / f".ray-{uuid.uuid4().hex}"
         with storage(token):
@@ -241,15 +241,10 @@ class HostPool:
     async def _check_size(self) -> None:
         """Wait until a node is large enough for an actor, free or not."""
         for _ in range(int(self._system.wait_s / _POLL_S) + 1):
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-            if any(all(node.get(name, 0) >= amount for name, amount in self._request.items()) for node in nodes):
+            if not (shortage := find_shortage(self._request)):
                 return
             await asyncio.sleep(_POLL_S)
-        largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in self._request}
-        raise ClusterError(
-            f"no node of the Ray cluster is large enough: a trial takes {self._request}, the most that a node has is "
-            f"{largest}. Change [system] or [run.workload] gpus, or raise wait_s if nodes are started on demand."
-        )
+        raise ClusterError(shortage)
 
 
 class RayExecutor(Executor):

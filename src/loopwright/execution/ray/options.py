@@ -1,11 +1,20 @@
 """What a scenario says about a Ray cluster."""
 
+import os
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
+from loopwright.core.errors import did_you_mean
 from loopwright.execution.system import SystemConfig
+
+_RUNTIME_ENV = (
+    *("working_dir", "py_modules", "excludes", "pip", "uv", "conda", "env_vars", "py_executable"),
+    *("worker_process_setup_hook", "container", "image_uri", "nsight", "java_jars", "config"),
+)
+"""The keys of a runtime environment."""
 
 
 class RayOptions(SystemConfig):
@@ -15,6 +24,9 @@ class RayOptions(SystemConfig):
     """`ray`: the cluster that `address` or RAY_ADDRESS names, otherwise one that is started on this machine."""
     address: str | None = None
     """The cluster's address, such as "auto" or "10.0.0.1:6379"; by default RAY_ADDRESS."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """What other nodes need and do not have, in Ray's terms: `working_dir`, `py_modules`, `pip`, `env_vars` and so on.
+    Paths are relative to the scenario."""
     retries: int = Field(default=3, ge=0)
     """How often a trial that was lost with its node is attempted again under its number."""
     cpus: float = Field(default=1.0, ge=0)
@@ -39,6 +51,41 @@ class RayOptions(SystemConfig):
     @classmethod
     def _artifact_bytes(cls, value: object) -> object:
         return cls._bytes(value)
+
+    @field_validator("runtime_env")
+    @classmethod
+    def _known_keys(cls, env: dict[str, Any]) -> dict[str, Any]:
+        if unknown := [key for key in env if key not in _RUNTIME_ENV]:
+            raise ValueError(f"unknown key {unknown[0]!r} of a runtime_env. {did_you_mean(unknown[0], _RUNTIME_ENV)}")
+        return env
+
+    def resolved(self, directory: Path) -> Self:
+        def absolute(path: Any) -> Any:
+            return path if not isinstance(path, str) or "://" in path else str(directory.absolute() / path)
+
+        env = dict(self.runtime_env)
+        if "working_dir" in env:
+            env["working_dir"] = absolute(env["working_dir"])
+        if isinstance(modules := env.get("py_modules"), list):
+            env["py_modules"] = [absolute(path) for path in modules]
+        return self.model_copy(update={"runtime_env": env})
+
+    @property
+    def named_address(self) -> str:
+        """The address of the cluster, if the scenario or RAY_ADDRESS names one."""
+        return self.address or os.environ.get("RAY_ADDRESS", "")
+
+    def directory_on_nodes(self, scenario_dir: Path) -> Path:
+        """Where actors find the scenario's directory: below their working directory, if that was sent to them."""
+        working_dir = self.runtime_env.get("working_dir")
+        if working_dir is None:
+            return scenario_dir.absolute()
+        if "://" in working_dir:
+            return Path()
+        try:
+            return scenario_dir.resolve().relative_to(Path(working_dir).resolve())
+        except ValueError:
+            return scenario_dir.absolute()
 
     @field_validator("resources")
     @classmethod

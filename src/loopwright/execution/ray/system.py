@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopwright.core.errors import MissingExtra, Problem
+from loopwright.core.errors import ClusterError, MissingExtra, Problem
 from loopwright.execution.ray.options import RayOptions
 
 if TYPE_CHECKING:
@@ -35,4 +35,21 @@ class RaySystem(RayOptions):
             problems.append(Problem("nodes", 'a trial on Ray takes one node; for more use [system] type = "slurm".'))
         if find_spec("ray") is None:
             problems.append(Problem("[system] type", str(MissingExtra("ray", "ray"))))
+        for key in ("working_dir", "py_modules"):
+            paths = self.runtime_env.get(key, ())
+            local = [path for path in ([paths] if isinstance(paths, str) else paths) if "://" not in path]
+            missing = [path for path in local if not Path(path).exists()]
+            problems += [Problem(f"[system] runtime_env.{key}", f"there is no {path}.") for path in missing]
         return problems
+
+    def unreachable(self, gpus: int = 0) -> list[Problem]:
+        if find_spec("ray") is None or not self.named_address:
+            return []
+        from loopwright.execution.ray.connection import RayConnection, find_shortage
+
+        try:
+            with RayConnection(address=self.address, runtime_env=self.runtime_env):
+                shortage = find_shortage(self.request(gpus))
+        except ClusterError as error:
+            return [Problem("[system] address", str(error))]
+        return [Problem("[system]", shortage)] if shortage else []

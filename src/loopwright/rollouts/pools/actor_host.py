@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import os
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
@@ -16,6 +17,11 @@ from loopwright.rollouts.pools.steps import StepWatch, WatchedCall
 _MARK_BYTES = 8
 
 
+def build_below(build: Callable[..., Worker], scenario_dir: Path) -> Worker:
+    """Build a worker in an actor. A relative directory is below the working directory that was sent to its node."""
+    return build(scenario_dir=scenario_dir.absolute())
+
+
 class ActorHost:
     """A worker behind methods that take and return packed values; they raise nothing but a cancellation.
 
@@ -23,7 +29,7 @@ class ActorHost:
     """
 
     def __init__(self, path: list[str], mark_name: str) -> None:
-        sys.path[:0] = [entry for entry in path if entry not in sys.path]
+        sys.path[:0] = [entry for entry in map(os.path.abspath, path) if entry not in sys.path]
         self._worker: Worker | None = None
         self._calls: set[asyncio.Task[Any]] = set()
         self._ended = asyncio.Event()
@@ -35,9 +41,10 @@ class ActorHost:
         self._watch.watch_tasks()
         try:
             factory: WorkerFactory = unpack(build)
-            self._worker = factory()
-            answer = None if update is None else await contain_failures(self._worker.apply_update(unpack(update)))
-            return pack((None, (self._worker.describe(), answer)), "an answer")
+            worker = factory()
+            answer = None if update is None else await contain_failures(worker.apply_update(unpack(update)))
+            self._worker = worker  # only now: others may find the actor by its name
+            return pack((None, (worker.describe(), answer)), "an answer")
         except Exception as error:  # noqa: BLE001  Every exception is sent to the caller.
             return pack((pack_exception(error), None))
 

@@ -2,17 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
-from loopwright.core.config import Config, size_bytes
+from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.engines.base import EngineConfig
 from loopwright.gateway.client import endpoint
 from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
 from loopwright.gateway.settings import TOKEN, read_token
-from loopwright.rollouts.pools.resources import ResourceRequest
+from loopwright.rollouts.pools.resources import PlacementConfig
 
 EXTERNAL_ENGINE = EngineConfig(type="external")
 """The engine of a gateway that somebody else runs; nothing is known about it."""
@@ -25,10 +25,6 @@ class _HostConfig(Config):
         """Configuration errors, found before anything starts."""
         return []
 
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it requests from a Ray cluster."""
-        return []
-
 
 class EmbeddedGatewayConfig(_HostConfig, GatewayConfig):
     """A gateway in the process of the run."""
@@ -39,23 +35,12 @@ class EmbeddedGatewayConfig(_HostConfig, GatewayConfig):
         return _address_problems(self)
 
 
-class RayGatewayConfig(_HostConfig, GatewayConfig):
-    """A gateway in an actor of the Ray cluster, with its engines in further actors."""
+class RayGatewayConfig(_HostConfig, PlacementConfig, GatewayConfig):
+    """Gateways in actors of the Ray cluster; their engines are in further actors (`[run.rollout] engines`)."""
 
     type: Literal["ray"] = "ray"
-    cpus: float = Field(default=1.0, gt=0)
-    """CPUs of the gateway's actor."""
-    engines: int = Field(default=1, ge=1)
-    """Number of actors with an engine."""
-    engine_cpus: float = Field(default=1.0, gt=0)
-    """CPUs of each engine's actor."""
-    engine_memory: int | None = Field(default=None, gt=0)
-    """Memory of each engine's actor, for example "8GiB"."""
-
-    @field_validator("engine_memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
+    workers: int = Field(default=1, ge=1)
+    """Number of gateways, each in an actor. A rollout uses one of them."""
 
     @property
     def needs_node_address(self) -> bool:
@@ -63,13 +48,15 @@ class RayGatewayConfig(_HostConfig, GatewayConfig):
         return self.host in ("0.0.0.0", "::") and self.advertise is None and self.advertise_host is None  # noqa: S104
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
-        return [] if self.needs_node_address else _address_problems(self)
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        return [
-            ResourceRequest("gateway", 1, self.cpus),
-            ResourceRequest("engine", self.engines, self.engine_cpus, self.engine_memory),
-        ]
+        problems = [] if self.needs_node_address else _address_problems(self)
+        if self.workers > 1:
+            several = f"{self.workers} gateways cannot share one"
+            if self.advertise is not None or self.advertise_host is not None:
+                key = "advertise" if self.advertise is not None else "advertise_host"
+                problems.append(Problem(key, f'{several}; with host = "0.0.0.0" each advertises its own node.'))
+            if self.port and self.strategy != "STRICT_SPREAD":
+                problems.append(Problem("port", f'{several}; remove it, or set strategy = "STRICT_SPREAD".'))
+        return problems
 
 
 class ExternalGatewayConfig(_HostConfig):

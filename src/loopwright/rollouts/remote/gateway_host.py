@@ -1,5 +1,6 @@
 """Where a run's gateway runs: in the process of the run, in a Ray actor, or elsewhere; the run sees no difference."""
 
+import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -69,8 +70,7 @@ class GatewayHost(ABC):
     """
 
     def __init__(self) -> None:
-        self._client: GatewayClient | None = None
-        self._client_access: GatewayAccess | None = None
+        self._clients: dict[GatewayAccess, GatewayClient] = {}
 
     @abstractmethod
     async def start(self) -> None:
@@ -94,28 +94,26 @@ class GatewayHost(ABC):
 
     async def _connect(self) -> GatewayClient:
         access = await self.access()
-        if self._client is None or access != self._client_access:
-            if self._client is not None:
-                await self._client.close()
-            self._client = GatewayClient(access.url, access.token, away_s=access.away_s)
-            self._client_access = access
-        return self._client
+        if access not in self._clients:
+            self._clients[access] = GatewayClient(access.url, access.token, away_s=access.away_s)
+        return self._clients[access]
 
     async def aclose(self) -> None:
         """Stop the gateway, if it was started here, and close all connections."""
-        if self._client is not None:
-            client, self._client = self._client, None
-            await client.close()
+        clients, self._clients = self._clients, {}
+        await asyncio.gather(*(client.close() for client in clients.values()))
 
 
 def check_reachable(url: str) -> None:
     """AdvertiseError if a gateway listens on loopback and the Ray cluster has further machines."""
     from loopwright.rollouts.pools.ray.launch import cluster_nodes
 
-    if is_loopback(endpoint(url)[0]) and len(cluster_nodes()) > 1:
+    machines = {node.name for node in cluster_nodes()}
+    if is_loopback(endpoint(url)[0]) and len(machines) > 1 and not all(map(is_loopback, machines)):
         raise AdvertiseError(
             f"the gateway is at {url}, which agents on the other nodes of the cluster cannot reach. Set where it "
-            'listens and its address: [run.gateway] host = "0.0.0.0", advertise_host = "10.0.0.1".'
+            'listens and its address: [run.gateway] host = "0.0.0.0", advertise_host = "10.0.0.1"; with type = "ray", '
+            "the address of its node is used without `advertise_host`."
         )
 
 

@@ -67,7 +67,7 @@ class RemoteWorker(Worker):
         if self._closed:
             raise GatewayLost("the worker is closed")
         self._reaper.start()
-        sessions = self._sessions or await self._client(request.access)
+        sessions = self._sessions or self._client(request.access)
         directory = Path(tempfile.mkdtemp(dir=self._reaper.directory, prefix="trial-"))
         marker = f"{self._reaper.marker}.{next(self._numbers)}"
         rollout = RemoteRollout(self._context, sessions, request.request, directory, marker, request.on_workspace)
@@ -78,16 +78,14 @@ class RemoteWorker(Worker):
         except Exception as error:  # noqa: BLE001  an agent of the user's may raise anything
             return Episode(request.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, describe_error(error))
 
-    async def _client(self, access: GatewayAccess) -> GatewayClient:
-        """The client of a gateway; it is replaced when the gateway moves."""
+    def _client(self, access: GatewayAccess) -> GatewayClient:
+        """The client of a gateway; there is one for each, and a gateway that was restarted is another one."""
         if access not in self._clients:
-            former, self._clients = self._clients, {}
             # Shorter than a rollout, so that a rollout whose gateway stays away can report it.
             away_s = min(access.away_s, self._config.deadline_s / 2)
             self._clients[access] = GatewayClient(
                 access.url, access.token, connections=2 * self._config.concurrency, away_s=away_s
             )
-            await asyncio.gather(*(client.close() for client in former.values()))
         return self._clients[access]
 
     async def close(self) -> None:

@@ -162,7 +162,7 @@ class RunKind(RunConfig, ABC):
                 f"agent {raw['agent']['type']!r} does not sample them; agents that do: {', '.join(able)}.",
             )
 
-    def unreachable(self) -> list[Problem]:
+    def unreachable(self, system: SystemConfig) -> list[Problem]:
         """What this run needs that cannot be reached now; asked by `loopwright verify`, not when a run starts."""
         return []
 

@@ -14,6 +14,7 @@ from loopwright.envs.live.address import Address
 from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.env import LiveEnv
+from loopwright.execution.system import SystemConfig
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.spaces.space import Draws
@@ -79,7 +80,7 @@ class LiveRun(RunKind):
             reason = "shows episodes of evaluations; set evaluate = { every = 5000, episodes = 20 } in [run.agent]."
             checker.add("[run.live] render_mode", reason)
 
-    def unreachable(self) -> list[Problem]:
+    def unreachable(self, system: SystemConfig) -> list[Problem]:
         if self.live.address is None:
             return []
         try:

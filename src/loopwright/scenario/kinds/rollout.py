@@ -5,17 +5,23 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import rollout_agents
-from loopwright.core.errors import did_you_mean
+from loopwright.core.errors import Problem, did_you_mean
 from loopwright.engines.base import EngineConfig, engines
-from loopwright.rollouts.build import fingerprint, rollout_env
+from loopwright.execution.ray.options import RayOptions
+from loopwright.execution.ray.system import RaySystem
+from loopwright.execution.system import SystemConfig
+from loopwright.rollouts.build import cluster_problems, fingerprint, rollout_env
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import EvalConfig
+from loopwright.rollouts.pools.resources import overlap_problems
+from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import (
     EXTERNAL_ENGINE,
     GATEWAY_HOSTS,
     ExternalGatewayConfig,
     GatewayHostConfig,
+    RayGatewayConfig,
     TrialServerGatewayConfig,
 )
 from loopwright.rollouts.tasks.mix import TaskMix
@@ -72,6 +78,7 @@ class RolloutRun(RunKind):
             if key in raw:
                 checker.add(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
         self._check_gateway(raw, checker)
+        self._check_placement(checker)
         agent = self.agent_class
         if agent is not None:
             checker.add_all("[run.agent]", agent.problems(self.agent, self.rollout, checker.directory))
@@ -102,6 +109,16 @@ class RolloutRun(RunKind):
                 checker.add("[run.engine]", f"has no meaning with {whose} gateway, which has its own engines.")
         elif "engine" not in raw:
             checker.add("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
+
+    def _check_placement(self, checker: Checker) -> None:
+        checker.add_all("[run.rollout]", overlap_problems(self.rollout.resource_requests(self.gateway)))
+        if isinstance(checker.system, RayOptions):
+            checker.add_all("[run.rollout]", checker.system.problems(self.kind))
+        if not self.rollout.engines.workers:
+            return
+        if isinstance(self.rollout.loop, RemoteConfig) and not isinstance(self.gateway, RayGatewayConfig):
+            message = 'has no meaning with this gateway, which has its own engine; set [run.gateway] type = "ray".'
+            checker.add("[run.rollout] engines", message)
 
     def build_env(self, context: BuildContext) -> RolloutEnv:
         held_out = self.eval.tasks if self.eval else ()
@@ -141,7 +158,17 @@ class RolloutRun(RunKind):
             seed=context.agent.seed,
             gateway=self.gateway,
             evaluation=self.eval,
+            ray=_ray_options(context.loaded.scenario.system),
         )
+
+    def unreachable(self, system: SystemConfig) -> list[Problem]:
+        requests = self.rollout.resource_requests(self.gateway)
+        options = _ray_options(system) or RaySystem()
+        return cluster_problems(requests, options) if requests and options.named_address else []
+
+
+def _ray_options(system: SystemConfig) -> RayOptions | None:
+    return system if isinstance(system, RayOptions) else None
 
 
 def _gateway(raw: Any, checker: Checker) -> GatewayHostConfig | None:

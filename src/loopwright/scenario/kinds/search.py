@@ -11,12 +11,13 @@ from loopwright.agents import agents, rollout_agents
 from loopwright.agents.search.base import SearchAgent, SpaceAgent
 from loopwright.agents.search.grid_random import Grid
 from loopwright.core.agent import Agent, AgentConfig
-from loopwright.core.errors import did_you_mean
+from loopwright.core.errors import Problem, did_you_mean
 from loopwright.core.expression import Expression
 from loopwright.core.imports import import_function
 from loopwright.core.reward import Objectives
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.envs.stopping import FidelityConfig, StopConfig
+from loopwright.execution.system import SystemConfig
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.reports.search.trajectory import TrajectoryFile
 from loopwright.scenario.checker import Checker
@@ -112,6 +113,9 @@ class SearchRun(RunKind):
             keys += ["[[run]] stop"] if self.stop is not None and not isinstance(workload, CommandConfig) else []
             for key in keys:
                 checker.add(key, f'needs [system] type = "local", not {system.type!r}.')
+
+    def unreachable(self, system: SystemConfig) -> list[Problem]:
+        return system.unreachable(self.workload.gpus)
 
     def _check_steps(self, raw: dict[str, Any], checker: Checker) -> None:
         for key, steps in (("pre", self.pre), ("post", self.post)):

@@ -93,7 +93,6 @@ class ActorPlacement:
 
     request: ResourceRequest
     group: PlacementGroup
-    start_bundle: int
     max_concurrency: int
     path: tuple[str, ...]
     actor_name: str | None = None
@@ -101,10 +100,14 @@ class ActorPlacement:
 
     def create(self, index: int) -> WorkerActor:
         """A new actor in the bundle of this index; its worker is not built yet."""
-        bundle = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.start_bundle + index)
+        bundle = PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.request.start_bundle + index
+        )
         options = _Actor.options(
             num_cpus=self.request.cpus,
+            num_gpus=self.request.gpus,
             memory=self.request.memory_bytes,
+            resources=dict(self.request.resources),
             max_concurrency=self.max_concurrency + _CONTROL_CALLS,
             max_restarts=0,
             max_task_retries=0,

@@ -25,8 +25,10 @@ from loopwright.rollouts.pools.ray.actor import (
     wait_for,
 )
 from loopwright.rollouts.pools.ray.launch import (
-    Reservation,
+    PLACEMENT_TIMEOUT_S,
     check_group,
+    find_group,
+    release,
     reserve,
     wait_until_placed,
     wait_until_vacant,
@@ -51,7 +53,8 @@ class RayPool(Pool):
     """Workers in Ray actors. Calls go to the least loaded one; the router runs here, in the caller.
 
     Actors are placed in the bundles of a placement group: from `start_bundle` of the given one, or in a group that the
-    pool creates.
+    pool creates. A `request` says all of this at once, and may name a group. A relative `import_dir` is below the
+    actors' working directory.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class RayPool(Pool):
         cpus: float = 1.0,
         memory_bytes: int | None = None,
         name: str = "loop",
+        request: ResourceRequest | None = None,
         actor_name: str | None = None,
         import_dir: Path | None = None,
         placement_group: PlacementGroup | None = None,
@@ -70,10 +74,13 @@ class RayPool(Pool):
         max_concurrency: int = 1000,
         grace_s: float = 5.0,
         start_timeout_s: float = 120.0,
+        wait_s: float = PLACEMENT_TIMEOUT_S,
     ) -> None:
-        self._request = ResourceRequest(name, workers, cpus, memory_bytes)
-        self._build, self._name, self._actor_name, self._import_dir = build, name, actor_name, import_dir
-        self._user_group, self._start_bundle, self._strategy = placement_group, start_bundle, strategy
+        self._request = request or ResourceRequest(
+            name, workers, cpus, memory_bytes, strategy=strategy, start_bundle=start_bundle
+        )
+        self._build, self._name, self._actor_name, self._import_dir = build, self._request.name, actor_name, import_dir
+        self._user_group, self._wait_s = placement_group, wait_s
         self._max_concurrency, self._grace_s, self._start_timeout_s = max_concurrency, grace_s, start_timeout_s
         self._placement: ActorPlacement | None = None
         self._router: Router[WorkerActor] = Router(max_concurrency)
@@ -86,7 +93,7 @@ class RayPool(Pool):
         self._own_node = ""
         self._open = False
         self._connection: RayConnection | None = None
-        self._reservation: Reservation | None = None
+        self._own_group: PlacementGroup | None = None
 
     # -- for callers ----------------------------------------------------------------------------------------------
 
@@ -97,18 +104,18 @@ class RayPool(Pool):
         self._packed_build = pack(self._build, "the builder")
         self._connection = RayConnection()
         self._own_node = current_node_id()
-        request, start, limit = self._request, self._start_bundle, self._max_concurrency
+        request, group = self._request, self._user_group
         try:
-            path = () if self._import_dir is None else (str(self._import_dir.absolute()),)
-            if self._user_group is None:
-                self._reservation = await reserve([request], strategy=self._strategy)
-                group = self._reservation.group
+            path = () if self._import_dir is None else (str(self._import_dir),)
+            if group is None and request.group is not None:
+                group = find_group(request.group)
+            if group is None:
+                group = self._own_group = await reserve(request, timeout_s=self._wait_s)
             else:
-                group = self._user_group
-                check_group(request, group, start)
-                await wait_until_placed(group, [request])
-                await wait_until_vacant(request, group, start)
-            self._placement = ActorPlacement(request, group, start, limit, path, self._actor_name)
+                check_group(request, group)
+                await wait_until_placed(group, request, timeout_s=self._wait_s)
+                await wait_until_vacant(request, group, timeout_s=self._wait_s)
+            self._placement = ActorPlacement(request, group, self._max_concurrency, path, self._actor_name)
             self._open = True
             self._slots = [asyncio.create_task(self._start_actor(index)) for index in range(request.workers)]
             await asyncio.gather(*self._slots)
@@ -176,9 +183,9 @@ class RayPool(Pool):
         if self._slots:
             await asyncio.wait(self._slots)
         self._slots = []
-        if self._reservation is not None:
-            self._reservation.release()
-            self._reservation = None
+        if self._own_group is not None:
+            release(self._own_group)
+            self._own_group = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
