@@ -123,8 +123,9 @@ def _listens_on_loopback_only(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if not host.startswith("127."):
         return False
+    own_host: str = services.get_node_ip_address()  # type: ignore[no-untyped-call]
     try:
-        check_address(f"{services.get_node_ip_address()}:{port}")
+        check_address(f"{own_host}:{port}")
     except ClusterError:
         return True
     return False
