@@ -45,9 +45,10 @@ class RaySystem(RayOptions):
     def unreachable(self, gpus: int = 0) -> list[Problem]:
         if find_spec("ray") is None or not self.named_address:
             return []
-        from loopwright.execution.ray.connection import RayConnection, find_shortage
+        from loopwright.execution.ray.connection import RayConnection, check_address, find_shortage
 
         try:
+            check_address(self.named_address)
             with RayConnection(address=self.address, runtime_env=self.runtime_env):
                 shortage = find_shortage(self.request(gpus))
         except ClusterError as error:
