@@ -14,6 +14,7 @@ from loopwright.rollouts.tasks.harbor.check import check_tasks
 from loopwright.rollouts.tasks.harbor.source import scan
 from tests.rollouts.harbor import write
 
+PLAIN = '[environment]\ndocker_image = "debian:12-slim"\n'
 FOREIGN = '[environment]\ndocker_image = "swebench/sweb.eval.x86_64:latest"\n'
 RUN = {"environment__Dockerfile": "FROM debian:12-slim\nWORKDIR /app\nRUN echo 42 > made.txt && mkdir /opt/tool\n"}
 SCENARIO = """
@@ -45,21 +46,24 @@ def run(directory, sandbox, trials):
 @pytest.mark.parametrize("sandbox", ["none", "bwrap"])
 def test_a06_tasks_that_need_an_image_are_left_out_one_by_one(tmp_path, caplog, sandbox):
     """Each with its reason; the others are attempted."""
-    write(tmp_path / "tasks/good", toml='[environment]\ndocker_image = "python:3.12-slim"\n')
+    write(tmp_path / "tasks/good")
+    write(tmp_path / "tasks/declared", toml=f"{PLAIN}[metadata]\nneeds_image = false\n")
+    write(tmp_path / "tasks/plain", toml=PLAIN)
     write(tmp_path / "tasks/foreign", toml=FOREIGN)
     write(tmp_path / "tasks/built", **RUN)
     write(tmp_path / "tasks/based", environment__Dockerfile="FROM swebench/base\n")
     write(tmp_path / "tasks/broken", toml="[agent\n")
     with caplog.at_level(logging.WARNING):
-        code, trials, skipped = run(tmp_path, sandbox, 3)
+        code, trials, skipped = run(tmp_path, sandbox, 4)
     assert code == 0
-    assert {trial.action["task"] for trial in trials} == {"good"}
-    assert skipped["count"] == 4
+    assert {trial.action["task"] for trial in trials} == {"good", "declared"}
+    assert skipped["count"] == 5
+    assert "environment.docker_image: 'debian:12-slim' needs Docker" in skipped["reasons"]["tasks: plain"]
     assert "swebench/sweb.eval.x86_64:latest" in skipped["reasons"]["tasks: foreign"]
-    assert "line 3: RUN needs Docker" in skipped["reasons"]["tasks: built"]
+    assert "line 1: the image 'debian:12-slim' needs Docker" in skipped["reasons"]["tasks: built"]
     assert "'swebench/base'" in skipped["reasons"]["tasks: based"]
     assert "broken/task.toml" in skipped["reasons"]["tasks: broken"]
-    assert "4 tasks are left out; 1 can be attempted" in caplog.text
+    assert "5 tasks are left out; 2 can be attempted" in caplog.text
 
 
 def test_a06_a_run_without_a_usable_task_does_not_start(tmp_path):

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import shutil
 import sys
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,7 +19,7 @@ class Base:
     """The parts of Harbor that LocalEnvironment uses."""
 
     logger = logging.getLogger(__name__)
-    task_env_config = SimpleNamespace(workdir=None)
+    task_env_config = SimpleNamespace(workdir=None, docker_image=None)
     _network_disabled = True
 
     def _resolve_user(self, user):
@@ -109,3 +111,38 @@ def test_its_output_is_bounded(environment, monkeypatch):
     assert len(output_of(environment, "head -c 1000000 /dev/zero | tr '\\0' x")) == 1000
     with pytest.raises(TimeoutError):
         output_of(environment, "sleep 100", timeout_sec=0.2)
+
+
+def test_daemons_survive_a_command_and_end_with_the_environment(environment):
+    """As the tmux server of terminus-2 must; a daemon that keeps its output open does not delay its command."""
+    output_of(environment, "nohup sleep 1234567 & echo $! > /tmp/pid")
+    assert output_of(environment, "tr '\\0' ' ' < /proc/$(cat /tmp/pid)/cmdline") == "sleep 1234567 "
+    output_of(environment, "kill -9 1; kill -TERM 1; true")
+    assert output_of(environment, "echo alive") == "alive\n", "process 1 cannot be killed from inside"
+    assert _is_running("sleep", "1234567")
+    asyncio.run(environment.stop(delete=True))
+    assert not _is_running("sleep", "1234567")
+
+
+def test_no_zombies_are_left(environment):
+    output_of(environment, "(sleep 0.01 & sleep 0.01 &) ; sleep 0.3")
+    assert "Z" not in output_of(environment, "ps -e -o stat=")
+
+
+def test_only_tasks_that_need_no_image_are_accepted(environment, tmp_path):
+    environment.environment_dir = tmp_path / "environment"
+    environment.task_env_config = SimpleNamespace(workdir=None, docker_image="debian:12-slim")
+    (tmp_path / "task.toml").write_text("")
+    with pytest.raises(ValueError, match=r"docker_image: 'debian:12-slim' needs an environment that can run images"):
+        environment._validate_definition()
+    (tmp_path / "task.toml").write_text("[metadata]\nneeds_image = false\n")
+    environment._validate_definition()
+
+
+def _is_running(*argv):
+    command_line = b"\0".join(word.encode() for word in argv)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes().startswith(command_line):
+                return True
+    return False

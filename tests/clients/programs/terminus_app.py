@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 FILES = {
-    "task.toml": '[task]\nname = "clients/calc"\n[environment]\ndocker_image = "any"\nworkdir = "/app"\n',
+    "task.toml": '[task]\nname = "clients/calc"\n[metadata]\nneeds_image = false\n'
+    '[environment]\ndocker_image = "any"\nworkdir = "/app"\n',
     "instruction.md": "fix add in calc.py",
     "environment/calc.py": "def add(a, b):\n    return a - b\n",
     "tests/test.sh": 'python3 -c "import calc; print(int(calc.add(20, 3) == 23))" > /logs/verifier/reward.txt\n',
@@ -19,7 +20,7 @@ for name, text in FILES.items():
 options = {
     "--agent": "terminus-2",
     "--model": "openai/policy",
-    "--env": "terminal_env:TerminalEnvironment",
+    "--env": "loopwright.integrations.harbor_env:LocalEnvironment",
     "--path": "task",
     "--jobs-dir": "jobs",
 }

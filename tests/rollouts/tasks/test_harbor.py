@@ -159,7 +159,10 @@ def test_just_written_files_are_read_again(tmp_path):
 # -- the workspace -------------------------------------------------------------------------------------------------
 
 
-def laid_out(tmp_path, dockerfile=None, toml="", **files):
+ANY_MACHINE = "[metadata]\nneeds_image = false\n"
+
+
+def laid_out(tmp_path, dockerfile=None, toml=ANY_MACHINE, **files):
     more = {} if dockerfile is None else {"environment__Dockerfile": dockerfile}
     layout = read_layout(HarborTask.read(write(tmp_path / "t", toml=toml, **files, **more)))
     layout.copy_into(tmp_path / "workspace")
@@ -239,7 +242,7 @@ def test_instructions_that_need_docker_are_named_with_their_line(tmp_path, line,
 
 
 def test_the_task_sets_its_working_directory(tmp_path):
-    toml = '[environment]\nworkdir = "/here"\n'
+    toml = f'{ANY_MACHINE}[environment]\nworkdir = "/here"\n'
     layout, _ = laid_out(
         tmp_path, "FROM debian\nWORKDIR /there\nCOPY a.txt /here/sub/\n", toml, **{"environment__a.txt": "a"}
     )

@@ -113,7 +113,8 @@ class CommandAgent(ExternalAgent):
     ) -> None:
         self._config, self._scenario_dir, self._passed_env = config, scenario_dir, passed_env
         self._executor = executor
-        self._template = CommandTemplate(config.command or ())
+        harbor_agent = config.harbor_agent(scenario_dir)
+        self._template = CommandTemplate(config.command or () if harbor_agent is None else harbor_agent.command)
 
     async def work(self, job: AgentJob) -> AgentExit:
         values = job.placeholders(self._scenario_dir)

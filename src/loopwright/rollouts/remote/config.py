@@ -17,6 +17,7 @@ from loopwright.execution.sandbox import Bounds, Sandbox, SandboxError, sandbox_
 from loopwright.gateway.client import endpoint
 from loopwright.gateway.settings import SERVER_TOKEN, read_token
 from loopwright.rollouts.loops.base import Loop, LoopConfig
+from loopwright.rollouts.remote.harbor_agent import HarborAgent
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.sources import TasksError
 from loopwright.workloads.base import CommandTemplate
@@ -61,6 +62,11 @@ class RemoteConfig(LoopConfig):
     function: str | None = Field(default=None, pattern=FUNCTION)
     """Or `module:function`, an async function. It is passed those of `task`, `instruction`, `base_url`, `api_key`,
     `anthropic_base_url`, `workspace` and `id` that it has as parameters, and all of `args`."""
+    agent: str | None = Field(default=None, pattern=r"^[\w.-]+(:\w+)?$")
+    """Or one of Harbor's agents by its name, for example "terminus-2". It runs in the sandbox, in Harbor's interpreter;
+    `args` are its keyword arguments."""
+    harbor: str = ".venvs/harbor"
+    """For `agent`: the virtual environment that Harbor is installed in, relative to the scenario."""
     args: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments for the function, copied for each trial; a command gets them as JSON in LOOPWRIGHT_ARGS."""
     env: Mapping[str, str] = Field(default_factory=dict)
@@ -110,8 +116,10 @@ class RemoteConfig(LoopConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.command is None) == (self.function is None):
-            raise ValueError("give the agent as either `command` or `function`")
+        if sum(each is not None for each in (self.command, self.function, self.agent)) != 1:
+            raise ValueError("give the agent as one of `command`, `function` and `agent`")
+        if self.agent is None and "harbor" in self.model_fields_set:
+            raise ValueError("`harbor` has no meaning without `agent`")
         if self.sandbox == "none" and self.bounds != BoundsConfig():
             raise ValueError('`bounds` need a sandbox that enforces them: set `sandbox` to "bwrap" or "docker"')
         if self.server is not None:
@@ -125,13 +133,21 @@ class RemoteConfig(LoopConfig):
 
     def build_sandbox(self, scenario_dir: Path) -> Sandbox:
         """The sandbox; SandboxError if its name is unknown, or agents would see too much."""
-        readable = self._readable_paths(scenario_dir)
-        if self.sandbox != "none" and any(scenario_dir.resolve().is_relative_to(path) for path in readable):
+        paths = self._readable_paths(scenario_dir)
+        if self.sandbox != "none" and any(scenario_dir.resolve().is_relative_to(path) for path in paths):
             raise SandboxError(
                 f"`readable` would show agents all of {scenario_dir}: the tasks with their tests, tokens, the output. "
                 "List only the agent's own directory."
             )
-        return sandbox_of(self.sandbox, self.bounds.bounds(), tuple(scenario_dir / name for name in self.readable))
+        own = paths[len(self.readable) :]
+        readable = (*(scenario_dir / name for name in self.readable), *own)  # by the paths that its command may use
+        return sandbox_of(self.sandbox, self.bounds.bounds(), readable)
+
+    def harbor_agent(self, scenario_dir: Path) -> HarborAgent | None:
+        """Harbor's agent, if it is one."""
+        if self.agent is None:
+            return None
+        return HarborAgent(self.agent, (scenario_dir / Path(self.harbor).expanduser()).resolve())
 
     def exposes(self, path: Path, scenario_dir: Path) -> bool:
         path = path.resolve()
@@ -139,7 +155,9 @@ class RemoteConfig(LoopConfig):
         return self.sandbox != "none" and any(path.is_relative_to(p) or p.is_relative_to(path) for p in readable)
 
     def _readable_paths(self, scenario_dir: Path) -> list[Path]:
-        return [(scenario_dir / name).resolve() for name in self.readable]
+        harbor_agent = self.harbor_agent(scenario_dir)
+        own = () if harbor_agent is None else harbor_agent.readable()
+        return [*((scenario_dir / name).resolve() for name in self.readable), *own]
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         if self.server is not None:
@@ -150,6 +168,9 @@ class RemoteConfig(LoopConfig):
             problems += [Problem("function", f"{self.function!r}: {message}.") for message in messages]
             if self.sandbox != "none":
                 problems.append(Problem("sandbox", "a function runs in our own process, outside any sandbox."))
+        harbor_agent = None if self.workers else self.harbor_agent(scenario_dir)
+        if harbor_agent is not None and (message := harbor_agent.problem()):
+            problems.append(Problem("agent", message))
         try:
             sandbox = self.build_sandbox(scenario_dir)
             if not self.workers:  # workers may run on machines that have it

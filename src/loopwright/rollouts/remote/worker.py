@@ -57,7 +57,7 @@ class RemoteWorker(Worker):
         sandbox.check()
         agent = (
             CommandAgent(config, scenario_dir, passed_env or {}, self._executor)
-            if config.command is not None
+            if config.function is None
             else FunctionAgent(config, scenario_dir)
         )
         locator = TaskLocator(scenario_dir, config.task_root, config.task_template)

@@ -20,7 +20,7 @@ def build_result(entry: TrialEntry, submission: Submission, episode: Episode, en
     task, evidence = episode.task, episode.evidence
     agent, verifier = evidence.get("agent", {}), evidence.get("verifier", {})
     rewards = verifier.get("rewards")
-    program = Path((submission.loop.command or ("agent",))[0]).name
+    program = submission.loop.agent or Path((submission.loop.command or ("agent",))[0]).name
     phases = dict(episode.attempts[-1].phases_s) if episode.attempts else {}
     started_at = entry.started_at or ended_at
     path = str(task.extra.get("local_task_path") or task.id)

@@ -83,7 +83,7 @@ class TrialServer:
     ) -> None:
         self.config, self._token = config, token.encode()
         self._output, self._scenario_dir, self._host, self._say = output, scenario_dir, host, say
-        self._available: set[tuple[str, tuple[str, ...]]] = set()
+        self._available: set[tuple[str, tuple[str, ...], str]] = set()
         """Sandboxes that were checked, with their readable directories."""
         self.port = 0
         app = web.Application(client_max_size=config.body, middlewares=[self._guard])
@@ -199,7 +199,7 @@ class TrialServer:
         """SandboxError if the sandbox is not available. Checked once, while other requests are answered."""
         if loop.exposes(self._output, self._scenario_dir):
             raise SandboxError("`readable` would show agents the server's own output: queue, results and tokens")
-        sandbox, key = loop.build_sandbox(self._scenario_dir), (loop.sandbox, loop.readable)
+        sandbox, key = loop.build_sandbox(self._scenario_dir), (loop.sandbox, loop.readable, loop.harbor)
         if key not in self._available:
             async with asyncio.timeout(_CHECK_S):
                 await asyncio.to_thread(sandbox.check)

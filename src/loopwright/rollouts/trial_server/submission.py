@@ -112,7 +112,7 @@ class Submission(Config):
 
     @model_validator(mode="after")
     def _is_command(self) -> Self:
-        if self.loop.command is None:
+        if self.loop.function is not None:
             raise ValueError("loop: a trial server runs commands; a function would run in the server's process")
         return self
 

@@ -14,7 +14,7 @@ import orjson
 
 from loopwright.rollouts.tasks.harbor.task import walk_tree
 
-_FORMAT = 2
+_FORMAT = 3
 _KEY = b"loopwright"
 _SETTLE_NS = 2_000_000_000
 """A file that changed this shortly before it was read may change again within the same tick of the file system."""

@@ -28,8 +28,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^${}]*))?\})?")
 _FIX = 'needs Docker. Use sandbox = "docker"'
 _LITERAL_DOLLAR = "\0"
 """Placeholder for a dollar sign that does not start a variable."""
-_STAND_INS = frozenset({"debian", "ubuntu", "python", "scratch"})
-"""Base images with nothing of a task's own, whose place this machine's programs take where there is no Docker."""
+_OR_DECLARE = "or set needs_image = false in the task's [metadata] if any machine's programs will do"
 _COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml")
 
 
@@ -59,7 +58,8 @@ class WorkspaceLayout:
 def read_layout(task: HarborTask, images: ImageStore | None = None) -> WorkspaceLayout:
     """The layout of a task, in its own image if there are images.
 
-    Without any, ImageRequired names its image, or the line of its Dockerfile, that needs Docker.
+    Without any, ImageRequired names its image, or the line of its Dockerfile, that needs Docker. This machine's
+    programs take the place of an image only if the task says that they will do.
     """
     directory = task.path / "environment"
     for name in _COMPOSE_FILES:
@@ -75,27 +75,20 @@ def read_layout(task: HarborTask, images: ImageStore | None = None) -> Workspace
             else images.build(directory, directory_digest(directory))
         )
         return WorkspaceLayout(task.workdir or image.workdir or WORKDIR, dict(image.env), copies, image.name)
-    if task.docker_image and not _has_stand_in(task.docker_image):
+    if task.docker_image and task.needs_image:
         raise ImageRequired(
-            f"{task.path / TOML}, environment.docker_image: {task.docker_image!r} has programs that this machine may "
-            'not have. Use sandbox = "docker"'
+            f"{task.path / TOML}, environment.docker_image: {task.docker_image!r} {_FIX}, {_OR_DECLARE}"
         )
     if has_dockerfile:
-        return _DockerfileReader(directory, task.workdir).layout()
+        return _DockerfileReader(directory, task).layout()
     return WorkspaceLayout(task.workdir or WORKDIR, {}, copies)
-
-
-def _has_stand_in(image: str) -> bool:
-    """Whether this machine's programs may take the place of an image."""
-    return re.split("[:@]", image.removeprefix("library/"))[0] in _STAND_INS
 
 
 class _DockerfileReader:
     """Reads the part of a Dockerfile that needs no Docker: WORKDIR, ENV, ARG, COPY and ADD of the task's own files."""
 
-    def __init__(self, directory: Path, workdir: str | None) -> None:
-        self._directory, self._workdir = directory, PurePosixPath("/")
-        self._task_workdir = workdir
+    def __init__(self, directory: Path, task: HarborTask) -> None:
+        self._directory, self._workdir, self._task = directory, PurePosixPath("/"), task
         self._env: dict[str, str] = {}
         self._args: dict[str, str] = {}
         self._global_args: dict[str, str] = {}
@@ -114,7 +107,7 @@ class _DockerfileReader:
             except (ValueError, LookupError) as error:  # an open quote, invalid JSON, or missing arguments
                 raise TasksError(f"{where}: {line[:80]!r} cannot be read: {error}") from error
         workdir = PurePosixPath(
-            self._task_workdir or (self._workdir if self._workdir != PurePosixPath("/") else WORKDIR)
+            self._task.workdir or (self._workdir if self._workdir != PurePosixPath("/") else WORKDIR)
         )
         for _, target, where in self._copies:
             if ".." in target.parts or not target.is_relative_to(workdir):
@@ -127,8 +120,8 @@ class _DockerfileReader:
             if self._in_stage:
                 raise ImageRequired(f"{where}: a Dockerfile with several stages {_FIX}")
             words = [word for word in self._words(rest, where) if not word.startswith("--")]
-            if not _has_stand_in(words[0]):
-                raise ImageRequired(f"{where}: the programs of {words[0]!r} may not be on this machine, which {_FIX}")
+            if self._task.needs_image and words[0] != "scratch":
+                raise ImageRequired(f"{where}: the image {words[0]!r} {_FIX}, {_OR_DECLARE}")
             self._in_stage, self._global_args, self._args = True, self._args, {}
         elif word == "WORKDIR":
             self._workdir /= " ".join(self._words(rest, where))

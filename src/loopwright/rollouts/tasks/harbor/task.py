@@ -129,6 +129,11 @@ class HarborTask:
         )
 
     @property
+    def needs_image(self) -> bool:
+        """Whether its image matters; `needs_image = false` in its metadata says that any machine's programs will do."""
+        return self.metadata.get("needs_image") is not False
+
+    @property
     def has_tests(self) -> bool:
         """Whether each step has tests."""
         return all(self.test_directories(step) for step in self.steps)
