@@ -50,9 +50,10 @@ def missing(name: str) -> str | None:
 
 
 @contextmanager
-def vllm(port: int = 0) -> Iterator[str]:
-    """The URL of a vLLM server with SmolLM2 in single precision, at this port or a free one."""
-    command = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--model", str(smollm2.directory())]
+def vllm(port: int = 0, *, model: Path | None = None) -> Iterator[str]:
+    """The URL of a vLLM server with a model, SmolLM2 by default, in single precision, at this port or a free one."""
+    path = str(model or smollm2.directory())
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--model", path]
     command += ["--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
     # On a CPU, a seeded request whose prompt it takes in by parts would end it: "CPU Generator does not use offset".
     command += ["--max-model-len", "4096", "--max-num-batched-tokens", "8192", "--no-enable-chunked-prefill"]
@@ -61,9 +62,9 @@ def vllm(port: int = 0) -> Iterator[str]:
 
 
 @contextmanager
-def llamacpp(slots: int = 8, *, exact: bool = True) -> Iterator[str]:
-    """The URL of llama.cpp's server with SmolLM2: in single precision, or as its package has it."""
-    file = gguf() if exact else smollm2.package_file()
+def llamacpp(slots: int = 8, *, exact: bool = True, model: Path | None = None) -> Iterator[str]:
+    """The URL of llama.cpp's server with a GGUF file; SmolLM2 by default, in single precision or as packaged."""
+    file = model or (gguf() if exact else smollm2.package_file())
     settings = [str(slots), "exact" if exact else "fast"]
     with _serve("llamacpp", lambda port: ["-c", _LLAMACPP, str(file), str(port), *settings], {}) as url:
         yield url

@@ -15,6 +15,7 @@ from loopwright.reports.kinds import kind_of
 from loopwright.reports.rollout import export as rollouts
 from loopwright.reports.search.optuna_export import write_optuna
 from loopwright.reports.training import export as steps_export
+from loopwright.trainers.export.gguf import write_gguf
 
 
 class Format(StrEnum):
@@ -25,6 +26,7 @@ class Format(StrEnum):
     JSONL = "jsonl"
     VERL = "verl"
     OPTUNA = "optuna"
+    GGUF = "gguf"
 
 
 _ROWS: dict[Format, Callable[[Ledger, Path], Path]] = {
@@ -57,10 +59,11 @@ def command(
     csv: trajectory.csv and env.csv; parquet: trials.parquet; optuna: optuna.db, a study per search. For rollouts also
     jsonl: episodes.jsonl; with --rows rows.parquet or rows.jsonl, one row per branch; verl: verl.jsonl, the same with
     the names of verl's AgentLoopOutput.
+    gguf: policy/policy.gguf, what a training run has trained, for llama.cpp.
     With --steps, for training runs: steps.csv, steps.parquet or steps.jsonl, one row per step and per evaluation.
     """
-    if format is Format.OPTUNA and (steps or rows):
-        raise typer.BadParameter("an Optuna study has trials only; remove --rows and --steps.")
+    if format in (Format.OPTUNA, Format.GGUF) and (steps or rows):
+        raise typer.BadParameter(f"{format} files have neither rows nor steps; remove --rows and --steps.")
     if steps and (rows or format is Format.VERL):
         raise typer.BadParameter("--steps are exported as csv, parquet or jsonl, and without --rows.")
     if rows and format is Format.CSV:
@@ -81,6 +84,9 @@ def command(
             elif format is Format.OPTUNA:
                 is_search = kind_of(ledger.state("run", {})) == "search"
                 new = [write_optuna(ledger, path.parent / "optuna.db")] if is_search else []
+            elif format is Format.GGUF:
+                policy = path.parent / "policy"
+                new = [write_gguf(policy)] if (policy / "config.json").is_file() else []
             elif format is Format.PARQUET:
                 new = [write_parquet(ledger, path.parent / "trials.parquet")]
             else:
@@ -90,6 +96,8 @@ def command(
         files += new
     if not files and format is Format.OPTUNA:
         raise LedgerError(f"no run in {output} is a search, so it has no study to export.")
+    if not files and format is Format.GGUF:
+        raise LedgerError(f"no run in {output} has a policy yet: it is written after the last step of training.")
     if not files and steps:
         raise LedgerError(f"no run in {output} has trained anything yet, so there are no steps.")
     if not files:

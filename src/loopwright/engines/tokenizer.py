@@ -83,6 +83,16 @@ class ByteTokenizer:
     def bytes_of(self, token: int) -> bytes:
         return bytes((token,)) if 0 <= token < 256 else self._names.get(token, _REPLACEMENT).encode()
 
+    def hub_json(self) -> str:
+        """The content of a `tokenizer.json` with the same ids, for programs that know only such files."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        tokenizer = Tokenizer(models.BPE(_ALPHABET | dict(self.specials), []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(name, special=True) for name in self.specials])
+        return str(tokenizer.to_str(pretty=True))
+
 
 class HubTokenizer:
     """A tokenizer from the hub, as `tokenizer.json` describes it: byte-level like GPT-2's, or SentencePiece."""

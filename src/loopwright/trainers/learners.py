@@ -4,16 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from loopwright.engines.named_tokenizer import BYTE_TOKENIZER_FILE, model_location
-from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.rollouts.env import PolicySource, RolloutEnv
 from loopwright.trainers.algorithm import Algorithm
 from loopwright.trainers.config import TrainConfig
+from loopwright.trainers.export.policy_files import add_tokenizer
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, LearnerSettings
 from loopwright.trainers.sample import Sample
-
-_TOKENIZER_FILES = ("*token*.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
 
 
 class RunLearner(Protocol):
@@ -68,14 +65,14 @@ class LocalLearner:
 
     def write(self, directory: Path) -> None:
         self.learner.write(directory)
-        add_tokenizer(self._settings, directory)
+        add_tokenizer(self._settings.model, self._settings.scenario_dir, directory)
 
     def read(self, directory: Path) -> None:
         self.learner.read(directory)
 
     def save(self, directory: Path) -> None:
         self.learner.policy.save(directory)
-        add_tokenizer(self._settings, directory)
+        add_tokenizer(self._settings.model, self._settings.scenario_dir, directory)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -106,19 +103,3 @@ def source_of(env: RolloutEnv) -> PolicySource:
     if env.source is None:
         raise TrainingFailed("a trainer needs to know which engine samples: give its environment a `source`.")
     return env.source
-
-
-def add_tokenizer(settings: LearnerSettings, directory: Path) -> None:
-    """Copy the model's tokenizer into a directory."""
-    if settings.model == "tiny" or (settings.scenario_dir / settings.model / BYTE_TOKENIZER_FILE).is_file():
-        (directory / BYTE_TOKENIZER_FILE).write_text(f"{ByteTokenizer.size}\n")
-        return
-    source = Path(model_location(settings.model, settings.scenario_dir))
-    if not source.is_dir():  # a name on the hub, which transformers has downloaded
-        from transformers import AutoTokenizer
-
-        if not (directory / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(settings.model).save_pretrained(directory)
-        return
-    for file in (file for pattern in _TOKENIZER_FILES for file in source.glob(pattern)):
-        (directory / file.name).write_bytes(file.read_bytes())

@@ -1,5 +1,6 @@
 """The policy of a learner: a model of which all weights, the last layers, or adapters are trained."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,7 +170,10 @@ def save_model(model: Any, weights: Mapping[str, Tensor], directory: Path) -> No
     untied = {name: value.contiguous() for name, value in weights.items() if name not in tied}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(untied, directory / _MODEL, metadata={"format": "pt"})
-    model.config.save_pretrained(directory)
+    config = copy.deepcopy(model.config)  # as the weights are: a base in bfloat16 is trained in single precision
+    config.dtype = next(iter(untied.values())).dtype
+    config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
 
 

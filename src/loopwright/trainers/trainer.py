@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from loopwright.core.agent import Agent
-from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence, storage
+from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.runtime import run
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps, steps
@@ -31,6 +31,7 @@ from loopwright.rollouts.producer import GroupProducer
 from loopwright.trainers.algorithm import Algorithm
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
+from loopwright.trainers.export.policy_files import complete_policy
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.monitors import monitor
 from loopwright.trainers.sample import Sample, build_samples, truncating_parameters
@@ -167,7 +168,7 @@ class _Training:
                 await self._evaluate(step, last=step)
             await self._checkpoint(learner, step)
             await self._in_thread(learner.save, self.directory / "policy")
-            self._write_model_card()
+            self._complete_policy()
         finally:
             await producer.pause(0)
             # However training ended, an engine that others use must not stay paused.
@@ -176,12 +177,11 @@ class _Training:
                     async with asyncio.timeout(_WAKE_S):
                         await self.env.publish(self._last_update)
 
-    def _write_model_card(self) -> None:
-        policy, source = self.directory / "policy", self.env.source
-        if policy.is_dir():
-            model = self.config.model or (source.engine.policy if source is not None else None) or "unknown"
-            with storage(policy):
-                (policy / "README.md").write_text(model_card(self.env.book.ledger, model))
+    def _complete_policy(self) -> None:
+        policy, source, checkpoint = self.directory / "policy", self.env.source, self.checkpoints.latest()
+        if policy.is_dir() and source is not None and checkpoint is not None:
+            card = model_card(self.env.book.ledger, self.config.model or source.engine.policy or "unknown")
+            complete_policy(policy, source.engine, source.sampling.temperature, checkpoint.directory, card)
 
     # -- one step -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import orjson
 
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number
-from loopwright.reports.training.digest import read_training, verdict, warnings
+from loopwright.reports.training.digest import TrainingDigest, read_training, verdict, warnings
 
 
 def model_card(ledger: Ledger, model: str) -> str:
@@ -34,13 +34,20 @@ Tasks: `{_text(digest.rollout.get("tasks"))}`
 ## Caveats
 {caveats}
 ## Audit
-`loopwright audit {digest.folder.parent}` recomputes the recorded logprobs with the kept checkpoints.
+{_mismatch(digest)}`loopwright audit {digest.folder.parent}` recomputes the recorded logprobs with the kept checkpoints.
 
 ## Settings
 | | |
 |---|---|
 {settings}
 """
+
+
+def _mismatch(digest: TrainingDigest) -> str:
+    largest = [step.numbers["mismatch_max"] for step in digest.train if step.numbers.get("mismatch_max") is not None]
+    if not largest:
+        return ""
+    return f"In training, recorded and recomputed logprobs of a token differed by at most {number(max(largest))}.\n"
 
 
 def _text(value: Any) -> str:
