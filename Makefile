@@ -90,7 +90,7 @@ test-harbor: $(VENV)/.ready .venvs/harbor/.ready  ## run our tasks with the real
 .venvs/verl/.ready:  # verl, without the GPU packages that the agent loop does not need
 	test -x .venvs/verl/bin/python || $(PYTHON) -m venv .venvs/verl
 	.venvs/verl/bin/pip install -qq torch==2.13.0
-	.venvs/verl/bin/pip install -qq --editable '.[gateway,rollouts]' pytest==9.2.0 pytest-timeout==2.4.0 torch==2.13.0 \
+	.venvs/verl/bin/pip install -qq --editable '.[gateway,rollouts]' hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0 torch==2.13.0 \
 	  accelerate==1.15.0 cachetools==8.0.0 codetiming==1.4.0 datasets==5.2.0 dill==0.4.1 fastapi==0.162.4 hydra-core==1.3.8 \
 	  pandas==3.1.1 peft==0.21.2 pillow==13.0.0 ray==2.60.0 tensordict==0.10.0 torchdata==0.11.0 transformers==5.9.0 uvicorn==0.54.0
 	.venvs/verl/bin/pip install -qq --no-deps verl==0.9.1

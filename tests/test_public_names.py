@@ -151,8 +151,10 @@ def is_definition(item: object) -> bool:
 
 @pytest.mark.parametrize("module", INTEGRATIONS)
 def test_an_integration_defines_its_public_names(module):
-    source = ROOT.joinpath("src", *module.split(".")).with_suffix(".py").read_text()
-    classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    path = ROOT.joinpath("src", *module.split("."))
+    files = sorted(path.glob("*.py")) or [path.with_suffix(".py")]
+    trees = [ast.parse(file.read_text()) for file in files]
+    classes = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     assert set(PUBLIC[module]) <= classes
 
 

@@ -26,7 +26,7 @@ SCENARIO = """
 name = "letters"
 [[run]]
 name = "work"
-agent = { type = "grpo", steps = 2, prompts_per_step = 2, group_size = 4, lr = 1e-3, seed = 3, lora = { r = 4 } }
+agent = { type = "grpo", steps = 2, prompts_per_step = 2, group_size = 4, lr = 5e-3, seed = 3, lora = { r = 4 } }
 [run.engine]
 type = "transformers"
 model = "smollm2"

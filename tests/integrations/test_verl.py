@@ -65,6 +65,11 @@ def exact(answer, label):
 
 def broken(answer):
     raise ValueError("no verdict")
+
+def sometimes(answer, label):
+    if label == "lost":
+        raise ValueError("no verdict on this one")
+    return float(label == "good")
 """
 
 
@@ -93,10 +98,12 @@ def worker_of(servers: Servers, **options):
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     rollout = {"prompt_length": 64, "response_length": 96, **options.pop("rollout", {})}
-    agent_loop._agent_loop_registry["loopwright_remote"].update(options)  # as verl reads them from its YAML
+    section = options.pop("section", {})
+    entry = {"name": "loopwright_remote", "_target_": "loopwright.integrations.verl.RemoteAgentLoop", **options}
+    agent_loop._agent_loop_registry["loopwright_remote"] = OmegaConf.create(entry)  # as verl reads them from its YAML
     chat = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     worker = object.__new__(agent_loop.AgentLoopWorker)
-    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}, **section})
     worker.rollout_config = worker.config.actor_rollout_ref.rollout
     worker.llm_client, worker.tokenizer, worker.processor = servers, byte_tokenizer(), None
     worker.tokenizer.chat_template = chat
@@ -105,7 +112,7 @@ def worker_of(servers: Servers, **options):
     return worker
 
 
-def rolled(directory: Path, *labels: str, agent: str = "twice", judge: str = "exact", **options):
+def rolled(directory: Path, *labels: str, agent: str = "twice", judge: str = "exact", together=False, **options):
     """verl's batch after its worker ran these rows, and the calls to its servers."""
     from loopwright.integrations import verl
 
@@ -113,30 +120,42 @@ def rolled(directory: Path, *labels: str, agent: str = "twice", judge: str = "ex
     (directory / "agent_verl.py").write_text(AGENT)
     (directory / "study.toml").write_text(SCENARIO.format(agent=agent, judge=judge))
     servers = Servers()
-    worker = worker_of(servers, scenario=str(directory / "study.toml"), **{"branches": "refuse", **options})
+    worker = worker_of(servers, scenario=str(directory / "study.toml"), **options)
+
+    sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    trajectory = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
+
+    def roll(index: int, label: str):
+        row = {
+            "raw_prompt": [{"role": "user", "content": f"Task {index}"}],
+            "reward_model": {"style": "rule", "ground_truth": label},
+            "data_source": "tests",
+            "extra_info": {"index": index},
+            "uid": "group" if together else str(index),
+        }
+        return worker._run_agent_loop(sampling, trajectory, agent_name="loopwright_remote", trace=False, **row)
 
     async def rows():
-        trajectory = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
         try:
-            batch_rows = []
-            for index, label in enumerate(labels):
-                row = {
-                    "raw_prompt": [{"role": "user", "content": f"Task {index}"}],
-                    "reward_model": {"style": "rule", "ground_truth": label},
-                    "data_source": "tests",
-                    "extra_info": {"index": index},
-                }
-                sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-                batch_rows.append(
-                    await worker._run_agent_loop(
-                        sampling, trajectory, agent_name="loopwright_remote", trace=False, **row
-                    )
-                )
+            if together:  # as verl starts them
+                batch_rows = await asyncio.gather(*(roll(*each) for each in enumerate(labels)))
+            else:
+                batch_rows = [await roll(*each) for each in enumerate(labels)]
             return worker._postprocess(batch_rows)
         finally:
             await verl.close()
 
     return asyncio.run(rows()), servers.calls
+
+
+def test_a09_settings_of_agents_yaml_survive_the_import_of_our_module(tmp_path):
+    """verl reads agents.yaml first, and imports the module that it names with the first rollout."""
+    import sys
+
+    for name in [name for name in sys.modules if name.startswith("loopwright.integrations.verl")]:
+        del sys.modules[name]
+    batch, _ = rolled(tmp_path, "answer 1", "answer 3")
+    assert batch.batch["rm_scores"].sum(1).tolist() == [1.25, 1.25]
 
 
 def test_verls_batch_holds_exactly_the_tokens_of_its_servers(tmp_path):
@@ -169,13 +188,17 @@ def test_rewards_versions_and_sampling_are_handed_over(tmp_path):
     assert {call.params["max_tokens"] for call in calls} == {16}
 
 
-def test_no_branch_is_dropped_silently(tmp_path):
+def test_a09_several_branches_mask_the_rollout_and_keep_its_reward(tmp_path):
     from loopwright.integrations.branch import SeveralRows
 
-    with pytest.raises(SeveralRows, match='branches="main"'):
-        rolled(tmp_path, "x", agent="apart")
+    batch, calls = rolled(tmp_path, "x", agent="apart")
+    assert batch.batch["response_mask"].sum().item() == 0
+    assert batch.batch["rm_scores"].sum().item() == 0.25
+    assert batch.non_tensor_batch["left_out"].tolist() == [sum(len(call.ids) for call in calls)]
     batch, calls = rolled(tmp_path, "x", agent="apart", branches="main")
     assert batch.non_tensor_batch["left_out"].tolist() == [len(calls[1].ids)]
+    with pytest.raises(SeveralRows, match='branches="main"'):
+        rolled(tmp_path, "x", agent="apart", branches="refuse")
 
 
 def test_responses_beyond_verls_limit_are_cut_and_counted(tmp_path):
@@ -183,15 +206,50 @@ def test_responses_beyond_verls_limit_are_cut_and_counted(tmp_path):
     assert batch.batch["responses"].tolist() == [calls[0].ids[:4]]
     assert [list(versions) for versions in batch.non_tensor_batch["versions"]] == [[5] * 4]
     assert batch.non_tensor_batch["left_out"].tolist() == [len(calls[0].ids) + len(calls[1].ids) - 4]
-    with pytest.raises(ValueError, match="Raise prompt_length"):
-        rolled(tmp_path, "x", rollout={"prompt_length": 4})
 
 
-def test_a_missing_reward_is_an_error_not_zero(tmp_path):
-    from loopwright.integrations.branch import NoReward
+def test_a09_a_prompt_beyond_verls_limit_masks_the_rollout(tmp_path, caplog):
+    batch, calls = rolled(tmp_path, "answer 1", rollout={"prompt_length": 4})
+    assert batch.batch["response_mask"].sum().item() == 0
+    assert batch.batch["rm_scores"].sum().item() == 1.25
+    assert batch.non_tensor_batch["left_out"].tolist() == [sum(len(call.ids) for call in calls)]
+    assert "Raise prompt_length" in caplog.text
 
-    with pytest.raises(NoReward, match=r"no reward after 3 attempts.*no verdict"):
-        rolled(tmp_path, "x", judge="broken")
+
+def test_a09_a_rollout_without_a_verdict_is_masked_and_shifts_no_baseline(tmp_path):
+    """Its score is the mean of its group, so that verl's own GRPO gives the others the sign that they deserve."""
+    import numpy as np
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    batch, _ = rolled(tmp_path, "lost", "good", "good", "bad", judge="sometimes", together=True)
+    scores = batch.batch["rm_scores"].sum(1)
+    assert scores.tolist() == pytest.approx([2 / 3, 1.0, 1.0, 0.0])
+    assert batch.batch["response_mask"].sum(1).tolist()[0] == 0
+    assert "no verdict on this one" in batch.non_tensor_batch["lost"][0]
+    assert batch.non_tensor_batch["lost"].tolist()[1:] == ["", "", ""]
+    advantages, _ = compute_grpo_outcome_advantage(
+        batch.batch["rm_scores"], batch.batch["response_mask"], np.array(["group"] * 4), norm_adv_by_std_in_grpo=False
+    )
+    first = advantages[:, 0].tolist()
+    assert first == pytest.approx([0.0, 1 / 3, 1 / 3, -2 / 3])
+
+
+def test_a09_a_judger_that_always_fails_masks_every_rollout(tmp_path):
+    batch, _ = rolled(tmp_path, "x", "y", judge="broken", together=True)
+    assert batch.batch["response_mask"].sum().item() == 0
+    assert all("no reward after 3 attempts" in reason for reason in batch.non_tensor_batch["lost"])
+
+
+def test_a09_settings_of_agents_yaml_and_of_verls_command_line_reach_the_rollouts(tmp_path, monkeypatch):
+    monkeypatch.setenv("REMOTE_DEADLINE_S", "50")
+    settings = {"set": ["run.engine.thinks=true"], "env": {"REMOTE_CONCURRENCY": 3}, "run": "remote"}
+    section = {"loopwright": {"set": {"loop": {"sampling": {"max_tokens": 9}}}}}
+    _, calls = rolled(tmp_path, "x", **settings)
+    assert all(call.prompt[-8:] == [*b"<think>\n"] for call in calls)
+    _, calls = rolled(tmp_path, "x", section=section, **{**settings, "set": {}})
+    assert {call.params["max_tokens"] for call in calls} == {9}
+    with pytest.raises(Exception, match=r"loopwright\.scenrio is unknown\. .*Did you mean 'scenario'"):
+        rolled(tmp_path, "x", section={"loopwright": {"scenrio": "x"}})
 
 
 def test_an_agent_without_calls_is_scored_and_masked(tmp_path):

@@ -47,8 +47,9 @@ _RANK_SEED = 1_000_003
 class TrlRollouts:
     """A rollout function for TRL; use it as a context manager.
 
-    TRL accepts one branch per rollout. With several, `branches = "refuse"` raises an error, and "main" uses the branch
-    with the most sampled tokens and logs the number of the others' as `loopwright/tokens_left_out`.
+    TRL accepts one branch per rollout. A rollout with several is masked (`branches = "mask"`), represented by the
+    branch with the most sampled tokens ("main"), or an error ("refuse"). The number of sampled tokens that are not
+    trained on because of that is logged as `loopwright/tokens_left_out`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class TrlRollouts:
         run: str | None = None,
         output: str | Path | None = None,
         *,
-        branches: Branches = "refuse",
+        branches: Branches = "mask",
     ) -> None:
         self._loaded = load(Path(file))
         config = select_run(self._loaded, run)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -118,24 +118,9 @@ def _build_loop(
     """The loop's workers, each with its own engine, or all with engines or a gateway that they share."""
     loop, placement = config.loop, config.engine_placement(gateway)
     if isinstance(loop, RemoteConfig) and gateway is not None:
-        # Read here, where the run was started: workers on other machines do not have these variables.
-        passed_env = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
-        run_tests = "verifier" in config.judger.required_evidence()
         host = build_gateway_host(gateway, engine, scenario_dir, book.name, placement, ray)
-        if loop.server is not None:
-            return _trial_server_loop(
-                loop, loop.server, host, book, scenario_dir, passed_env=passed_env, run_tests=run_tests
-            )
-        build = partial(
-            RemoteWorker,
-            loop,
-            run=book.name,
-            passed_env=passed_env,
-            run_tests=run_tests,
-            sessions=None if loop.workers else host.local_sessions(),
-        )
-        workers = build_pool("loop", build, loop, scenario_dir, capacity=loop.concurrency, ray=ray)
-        return GatewayPool(host, workers, _check_reachable if loop.workers else None)
+        run_id = str(book.ledger.state("id"))  # the same after a resume, so that no trial runs twice
+        return build_remote_pool(config, loop, host, scenario_dir, run=book.name, run_id=run_id, ray=ray)
     if placement.workers:
         return _shared_engine_loop(loop, engine, placement, scenario_dir, book.name, ray)
     own_engine = partial(LoopWorker.build, loop, engine)
@@ -157,25 +142,39 @@ def _shared_engine_loop(
     return SharedEngineLoops(engines, workers)
 
 
-def _trial_server_loop(
+def build_remote_pool(
+    config: RolloutConfig,
     loop: RemoteConfig,
-    url: str,
     host: GatewayHost,
-    book: TrialBook,
     scenario_dir: Path,
     *,
-    passed_env: Mapping[str, str],
-    run_tests: bool,
+    run: str,
+    run_id: str,
+    ray: RayOptions | None = None,
 ) -> Pool:
-    """A loop whose agents run on a trial server."""
-    from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerWorker
+    """The workers of a remote loop and their gateway: in this process, on Ray, or on a trial server."""
+    # Read here, where the run was started: workers on other machines do not have these variables.
+    passed_env = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
+    run_tests = "verifier" in config.judger.required_evidence()
+    if loop.server is not None:
+        from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerWorker
 
-    client = TrialServerClient(url, server_token(loop.token_file, scenario_dir), connections=2 * loop.concurrency)
-    run_id = str(book.ledger.state("id"))  # the same after a resume, so that no trial runs twice
+        token = server_token(loop.token_file, scenario_dir)
+        client = TrialServerClient(loop.server, token, connections=2 * loop.concurrency)
+        on_server = partial(
+            TrialServerWorker, client, loop, run=run, run_id=run_id, passed_env=passed_env, run_tests=run_tests
+        )
+        return GatewayPool(host, LocalPool(on_server, name="loop"), client.check)
     build = partial(
-        TrialServerWorker, client, loop, run=book.name, run_id=run_id, passed_env=passed_env, run_tests=run_tests
+        RemoteWorker,
+        loop,
+        run=run,
+        passed_env=passed_env,
+        run_tests=run_tests,
+        sessions=None if loop.workers else host.local_sessions(),
     )
-    return GatewayPool(host, LocalPool(build, name="loop"), client.check)
+    workers = build_pool("loop", build, loop, scenario_dir, capacity=loop.concurrency, ray=ray)
+    return GatewayPool(host, workers, _check_reachable if loop.workers else None)
 
 
 async def _check_reachable(url: str) -> None:
