@@ -69,7 +69,7 @@ def noise(seed: int, times: int) -> dict:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_g15_on_pure_noise_a_policy_wins_as_rarely_as_a_95_percent_interval_errs(times):
-    verdicts = [comparison(noise(seed, times)).verdict(Objective("y")) for seed in range(200)]
+    verdicts = [comparison({"policy": noise(seed, times)}.get).verdict(Objective("y")) for seed in range(200)]
     assert sum("no clear winner" not in verdict for verdict in verdicts) <= 20
 
 
@@ -78,7 +78,7 @@ def test_g15_a_clear_difference_wins():
     for row in state["regimes"]:
         row["policy"]["rewards"] = [value + 5 for value in row["policy"]["rewards"]]
         row["policy"]["reward"] += 5
-    assert comparison(state).verdict(Objective("y")).startswith("the policy wins")
+    assert comparison({"policy": state}.get).verdict(Objective("y")).startswith("the policy wins")
     assert stratified_difference([([1.0], [0.0])]) is None, "one measurement of each tells nothing"
 
 
@@ -102,3 +102,14 @@ def test_g15_a_failed_step_is_not_a_complete_episode(tmp_path):
     env.step_now(1)
     env.close()
     assert [episode["complete"] for episode in env.book.ledger.episodes()] == [False]
+
+
+def test_g15_returns_of_several_seeds_are_not_mixed():
+    records = [
+        {"first": 10 * n + 1, "last": 10 * n + 10, "return": float(n % 20), "length": 10, "episode": n}
+        for n in range(40)
+    ]
+    episodes = Episodes.of(records, count=10, seed_trials=200)
+    assert (episodes.total.count, episodes.window) == (40, 10)
+    assert (episodes.before, episodes.after) == (4.5, 14.5), "the first and the last ten of the second seed"
+    assert [point.mean_reward for point in episodes.points][19:22] == [19.0, 0.0, 1.0]

@@ -134,7 +134,7 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
             for c in candidates
         ],
     }
-    policy = comparison(ledger.state("policy"))
+    policy = comparison(ledger.state)
     if policy is not None:
         lines.append(f"policy, measured at the end: {policy.verdict(first)}")
         event["policy"] = policy.alone if policy.means is None else policy.means[0]
@@ -155,6 +155,8 @@ def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     if mean is not None:
         window = episodes.window
         what = f"mean return of the last {window} episodes" if window > 1 else "return of the last episode"
+        if episodes.seed_trials:
+            what += ", in training with the last seed"
         lines.append(f"{what}: {mean:.6g} (of the first{f' {window}' if window > 1 else ''}: {episodes.before:.6g})")
         if episodes.change is None or not episodes.change.sign:
             lines.append("no clear change")

@@ -35,6 +35,9 @@ class RunProgress(Observer):
         self.file = file
         about = book.ledger.state("run")
         self.name, self.has_rollouts = book.name, about["rollout"] is not None
+        self.is_live = bool(about.get("live"))
+        self.evaluation: float | None = None
+        """The mean return of the latest evaluation of a live run."""
         # A remeasurement goes beyond the budget that is recorded with the run.
         self.total: int | None = None if about["budget"] is None else max(about["budget"], book.budget or 0)
         self.objectives = [Objective.of(label) for label in about["objectives"]]
@@ -61,6 +64,8 @@ class RunProgress(Observer):
     def after_step(self, kind: Kind, step: Step) -> None:
         if self.training is not None:
             self.training.add(kind, step)
+        elif kind == "eval":
+            self.evaluation = step.numbers.get("return")
         self.show_step(kind, step)
 
     def _count(self, trial: Trial) -> None:
@@ -113,6 +118,9 @@ class RunProgress(Observer):
             parts = [f"{self.done}/{total or '?'} rollouts"]
             parts += [f"mean reward {number(self.reward_sum / self.scored, 3)}"] if self.scored else []
             parts.append(f"{unscored} without a reward")
+        elif self.is_live:  # the reward of a single step says nothing
+            parts = [f"{counted}/{total or '?'} steps", f"{self.failed} failed"]
+            parts += [f"mean return {number(self.evaluation)} in evaluation"] if self.evaluation is not None else []
         else:
             parts = [f"{counted}/{total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
             parts += [f"{self.stopped} stopped"] if self.stopped else []

@@ -191,7 +191,7 @@ def _run(
         built = build(loaded, run, output, **options)
     except (ServerLost, ServerError) as error:
         with Ledger.open(path) as ledger:
-            budget = run.agent.trials if run.agent is not None else None
+            budget = run.agent.budget if run.agent is not None else None
             if budget is not None and ledger.last()[0] >= budget and ledger.state("finished"):
                 return 0  # a live run that has used its whole budget does not need its server
             return _report_server(error, ledger, run.name)

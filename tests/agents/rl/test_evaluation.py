@@ -84,6 +84,6 @@ def test_several_seeds_of_a_batch_run_have_an_aggregate_and_curves(tmp_path):
     assert train(tmp_path, batch_scenario(agent)) == 0
     assert {step.numbers["seed"] for step in recorded(tmp_path, "eval")} == {4, 9, 11}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Over 3 seeds: interquartile mean" in page
+    assert "Interquartile mean y of the policy over 3 seeds and 2 regimes" in page
     assert "Probability of improvement over the best static action" in page
     assert "evaluation reward" in page

@@ -80,19 +80,25 @@ class Episodes:
     """How many did not reach their end: the budget was used up, or the run was stopped."""
     smoothing: int = WINDOW
     """How many episodes each mean of the curve is taken over."""
+    seed_trials: int = 0
+    """With several seeds, the steps of each. Means and comparisons are over the episodes of one, so far the last."""
+    _seed: int = 0
+    _seed_count: int = 0
     _every: int = 1
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @classmethod
     def of(
-        cls, records: Iterable[Mapping[str, Any]], failed_steps: Iterable[int] = (), count: int | None = None
+        cls,
+        records: Iterable[Mapping[str, Any]],
+        failed_steps: Iterable[int] = (),
+        count: int | None = None,
+        seed_trials: int = 0,
     ) -> "Episodes":
         """From the ledger's records of episodes, how many there are, and the numbers of the failed steps, in order."""
         # A tenth of the episodes: a window as long as the run would be a mean over everything.
-        episodes, failures = (
-            cls(smoothing=WINDOW if count is None else min(WINDOW, max(1, count // 10))),
-            iter(failed_steps),
-        )
+        smoothing = WINDOW if count is None else min(WINDOW, max(1, count // 10))
+        episodes, failures = cls(smoothing=smoothing, seed_trials=seed_trials), iter(failed_steps)
         number: float = next(failures, inf)
         for record in records:
             while number < record["last"]:
@@ -108,6 +114,12 @@ class Episodes:
     def _add(self, record: Mapping[str, Any]) -> None:
         reward, length = float(record["return"]), int(record["length"])
         ends = int(record["first"]), int(record["last"])
+        seed = (ends[1] - 1) // self.seed_trials if self.seed_trials else 0
+        if seed != self._seed:  # another policy, which knows nothing yet
+            self._seed, self._seed_count, self.first = seed, 0, []
+            self.total.latest.clear()
+            self._lengths.clear()
+        self._seed_count += 1
         if reward > self.total.best:
             self.record = ends
         self.total.add(reward, length)
@@ -118,7 +130,7 @@ class Episodes:
         place = self._add_to_regime(record.get("regime") or {}, reward, length)
         if (self.total.count - 1) % self._every == 0:
             means: tuple[float | None, float | None] = (None, None)
-            if self.total.count >= self.smoothing:
+            if self._seed_count >= self.smoothing:
                 means = _mean_of_last(self.total.latest, self.smoothing), _mean_of_last(self._lengths, self.smoothing)
             self.points.append(
                 EpisodePoint(self.total.count + self.failed + self.cut, *ends, reward, length, place, *means)
@@ -141,7 +153,7 @@ class Episodes:
     @property
     def window(self) -> int:
         """How many of the first and the last episodes are compared: a hundred, or half of all."""
-        return max(1, min(WINDOW, self.total.count // 2))
+        return max(1, min(WINDOW, self._seed_count // 2))
 
     @property
     def before(self) -> float:
@@ -157,7 +169,7 @@ class Episodes:
     def change(self) -> Difference | None:
         """How the last episodes differ from the first, with the interval; None if there are too few to tell."""
         first, last = self.first[: self.window], list(self.total.latest)[-self.window :]
-        return stratified_difference([(last, first)]) if self.total.count >= 2 * self.window > 2 else None
+        return stratified_difference([(last, first)]) if self._seed_count >= 2 * self.window > 2 else None
 
     @property
     def latest_length(self) -> float:
@@ -232,6 +244,8 @@ def read_live(ledger: Ledger) -> LiveDigest:
         "(SELECT finished_at FROM trials ORDER BY number DESC LIMIT 1)"
     )[0]
     ((count,),) = rows("SELECT count(*) FROM payloads WHERE kind = 'episode'")
+    agent = ledger.state("run", {}).get("agent") or {}
+    seeds = agent.get("seeds") or ()
     return LiveDigest(
         **basics(ledger),
         trials=(),
@@ -240,7 +254,12 @@ def read_live(ledger: Ledger) -> LiveDigest:
         counts=ledger.counts(),
         failed_steps=failed_steps,
         evaluations=Evaluations.read(ledger),
-        episodes=Episodes.of(ledger.episodes(), _failed_numbers(ledger), count),
+        episodes=Episodes.of(
+            ledger.episodes(),
+            _failed_numbers(ledger),
+            count // max(1, len(seeds)),
+            agent["trials"] if len(seeds) > 1 else 0,
+        ),
         span_s=None if None in ends else max(0.0, ends[1] - ends[0]),
     )
 

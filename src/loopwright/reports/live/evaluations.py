@@ -29,6 +29,8 @@ class SeedResult:
     seed: int
     last: Step
     best: Step
+    best_step: int
+    """The step of the best one, counted from the start of this seed's training."""
     baseline: Sequence[float]
     """Returns of a random policy in the same episodes."""
 
@@ -61,10 +63,10 @@ class Evaluations:
     def results(self) -> list[SeedResult]:
         """The last and the best evaluation of each seed."""
         results = []
-        for seed, baseline in self.baselines.items():
+        for place, (seed, baseline) in enumerate(self.baselines.items()):
             own = [step for step in self.evals if step.numbers.get("seed", 0) == seed]
             best = max(own, key=lambda step: (score(step), step.step))
-            results.append(SeedResult(seed, own[-1], best, baseline))
+            results.append(SeedResult(seed, own[-1], best, best.step - place * self.trials, baseline))
         return results
 
     @property
@@ -113,7 +115,7 @@ class Evaluations:
             )
             curves.append({"title": f"evaluation {title}", "meaning": meaning, "lines": lines})
         names = dict.fromkeys(name for step in self.train for name in step.numbers if name not in _ASIDE)
-        for name in [*(known for known in _TITLES if known in names), *(n for n in names if n not in _TITLES)]:
+        for name in [*(title for title in _TITLES if title in names), *(n for n in names if n not in _TITLES)]:
             points = [step for step in self.train if isinstance(step.numbers.get(name), float | int)]
             lines = self._lines_by_seed(points, name)
             if len({row[1] for line in lines for row in line["rows"]}) > 1:

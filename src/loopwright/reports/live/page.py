@@ -1,6 +1,7 @@
 """The page of a live run: the returns of its episodes, and how they grew."""
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from loopwright.reports.formatting import assignments, counted, duration, number, short
@@ -81,9 +82,11 @@ def chart_data(digest: LiveDigest) -> dict[str, Any]:
     # Recorded in the order of their first episode, shown in the order of their values.
     order = [digest.regimes.index(regime) for regime, _ in digest.episodes.regimes.values()]
     rewards: list[list[float]] = [[episode.reward for episode in points], [episode.length for episode in points]]
+    seed_trials = digest.episodes.seed_trials or digest.steps + 1
+    by_seed = [list(group) for _, group in groupby(points, key=lambda episode: (episode.last - 1) // seed_trials)]
     means = [
-        [(e.last, e.mean_reward) for e in points if e.mean_reward is not None],
-        [(e.last, e.mean_length) for e in points if e.mean_length is not None],
+        [[(e.last, e.mean_reward) for e in own if e.mean_reward is not None] for own in by_seed],
+        [[(e.last, e.mean_length) for e in own if e.mean_length is not None] for own in by_seed],
     ]
     few = len(order) <= WINDOW
     return {
@@ -98,7 +101,7 @@ def chart_data(digest: LiveDigest) -> dict[str, Any]:
         "answer": [],
         "sketch": [],
         "floors": [floor_of(rewards[0]), None],
-        "lines": [[{"regime": None, "steps": steps}] for steps in means],
+        "lines": [[{"regime": None, "steps": steps} for steps in lines] for lines in means],
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes] if few else [],
         "regime_means": [],
         "parameters": [],

@@ -1,6 +1,6 @@
 """A trained policy beside the best static action, regime by regime."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
@@ -137,12 +137,14 @@ class PolicyComparison:
         return f"{winner}: {objective.text(policy)} against {objective.text(static)}"
 
 
-def comparison(state: Any, by_seed: Mapping[int, Any] | None = None) -> PolicyComparison | None:
-    """The comparison that the ledger recorded, with those of each seed; None if the policy was not evaluated."""
-    rows = state.get("regimes") if isinstance(state, dict) else None
+def comparison(state: Callable[[str], Any]) -> PolicyComparison | None:
+    """The comparison in the state of a ledger, with those of each seed; None if the policy was not evaluated."""
+    recorded, run = state("policy"), state("run")
+    rows = recorded.get("regimes") if isinstance(recorded, dict) else None
     if not isinstance(rows, list) or not rows:
         return None
-    seeds = [PolicyComparison(_sides(one)) for one in (by_seed or {}).values() if one]
+    names = ((run or {}).get("agent") or {}).get("seeds") or ()
+    seeds = [PolicyComparison(_sides(one)) for seed in names if (one := state(f"evaluation {seed}"))]
     return PolicyComparison(_sides(rows), tuple(seeds))
 
 

@@ -235,16 +235,10 @@ def read_search(ledger: Ledger) -> Digest:
         **basics(ledger),
         trials=trials,
         trouble=trouble,
-        policy=_policy(ledger),
+        policy=comparison(lambda name: _state(ledger, name)),
         evaluations=_evaluations(ledger),
         span=_span(ledger),
     )
-
-
-def _policy(ledger: Ledger) -> PolicyComparison | None:
-    agent = (_state(ledger, "run") or {}).get("agent") or {}
-    by_seed = {seed: _state(ledger, f"evaluation {seed}") for seed in agent.get("seeds") or ()}
-    return comparison(_state(ledger, "policy"), by_seed)
 
 
 def _evaluations(ledger: Ledger) -> Evaluations:

@@ -245,7 +245,7 @@ class SearchRun(RunKind):
         module = context.loaded.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
         if ":" in config.type and module.is_file():  # the user's own class
             fingerprint = fingerprint_of(fingerprint, module)
-        space, budget, confirmation = self.space, context.agent.trials, self.plan(context.agent)
+        space, budget, confirmation = self.space, context.agent.budget, self.plan(context.agent)
         reserve = confirmation.reserve if confirmation else 0
         if budget is None and space.enumerable:
             budget = space.grid_size * self.repeats + reserve
