@@ -27,7 +27,6 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.buffer import Buffer, MemoryBuffer
 from loopwright.rollouts.build import build_judger_client
-from loopwright.rollouts.config import ProduceConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers import parse_judger
 from loopwright.rollouts.judgers.base import Payload
@@ -35,6 +34,7 @@ from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
+from loopwright.rollouts.produce_config import ProduceConfig
 from loopwright.rollouts.producer import GroupProducer
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.testing import simulate

@@ -15,10 +15,11 @@ from loopwright.engines.base import Sampling, engines
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.execution.system import systems
-from loopwright.rollouts.config import ProduceConfig, RolloutConfig
+from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judgers.base import judgers
 from loopwright.rollouts.loops.base import loops
+from loopwright.rollouts.produce_config import ProduceConfig
 from loopwright.rollouts.remote.config import BoundsConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.rollouts.tasks.sources import task_sources

@@ -77,7 +77,7 @@ def test_l02_training_and_evaluation_share_one_built_judger():
         ({"type": "composed", "routes": {"a": {"type": "nope"}}}, "unknown judger 'nope'"),
         ({"type": "composed", "routes": {"a": EXACT}, "merge": "a:b"}, "`merge` needs `parts`"),
         ({"type": "composed", "parts": [EXACT, LENGTH], "merge": "a:b"}, "'length' has a weight"),
-        ({"type": "composed", "parts": [{**EXACT, "workers": 2}]}, "set them on the composed judger"),
+        ({"type": "composed", "workers": 1, "parts": [{**EXACT, "workers": 2}]}, "set them on one of the two"),
         ({"type": "python", "function": "no colon"}, "function"),
         ({**EXACT, "timeout_s": 0}, "timeout_s: .*greater than 0"),
         (

@@ -12,12 +12,12 @@ from loopwright.core.task import Task
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.rollouts.config import ProduceConfig
-from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.env import RolloutEnv, SourceRunner
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
+from loopwright.rollouts.produce_config import ProduceConfig
 from loopwright.rollouts.producer import GroupProducer
 from loopwright.rollouts.tasks.mix import TaskMix
 
@@ -89,6 +89,7 @@ class World:
         seed: int = 0,
         worker: Worker | None = None,
         held_out: dict[str, list[Task]] | None = None,
+        source_produce: dict[str, ProduceConfig] | None = None,
         **produce: Any,
     ) -> None:
         path = directory / "ledger.db"
@@ -105,6 +106,10 @@ class World:
             produce=ProduceConfig(**produce),
             concurrency=concurrency,
             seed=seed,
+            sources={
+                name: SourceRunner(self.judge, asyncio.Semaphore(concurrency), concurrency, 600.0, produce=own)
+                for name, own in (source_produce or {}).items()
+            },
         )
         self.producer = GroupProducer(self.env, self.env.produce, group_size=group_size)
 

@@ -51,7 +51,7 @@ def test_branches_of_an_episode_share_its_weight():
 
 
 def test_stale_tokens_stay_in_the_row_and_are_not_trained_on():
-    batch = build_samples([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=5)
+    batch = build_samples([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=[5])
     assert sorted(int(i) for sample in batch for i in sample.ids[sample.mask]) == [5, 6, 7, 8]
     assert {sample.staleness for sample in batch} == {1}
 

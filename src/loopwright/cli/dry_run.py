@@ -14,6 +14,7 @@ from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, Files, HookDir
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.reports.formatting import short
 from loopwright.reports.objective import Objective
+from loopwright.rollouts.source_settings import describe_own
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.spaces.parameter import Choice, Range
 from loopwright.spaces.space import Draws
@@ -84,10 +85,17 @@ def _show_rollouts(console: Console, run: Any, directory: Path) -> None:
     types = {"loop": rollout.loop.type, "judger": rollout.judger.type, "engine": run.engine.type}
     lines = [f"{name:<8}  {type}" for name, type in types.items()]
     lines[0] += f", {_count(rollout.loop.concurrency, 'rollout')} at a time"
-    lines += [f"on Ray    {request}" for request in rollout.resource_requests(run.gateway)]
+    lines += [f"on Ray    {request}" for request in rollout.resource_requests(run.gateway, run.eval)]
     tasks = {source.label(): source.load(directory) for source in rollout.tasks}
     weights = {source.label(): source.weight for source in rollout.tasks}
-    lines += [f"tasks     {name}: {_count(len(tasks[name]), 'task')}, weight {weights[name]:g}" for name in tasks]
+    settings = rollout.settings(run.eval)
+    for name in tasks:
+        own = describe_own(settings.pop(name).as_json())
+        lines.append(f"tasks     {name}: {_count(len(tasks[name]), 'task')}, weight {weights[name]:g}{own}")
+    for name, held_out in settings.items():
+        judger = "" if held_out.judger is rollout.judger else f"; judger {held_out.judger.type}"
+        own = describe_own({key: own for key, own in held_out.as_json().items() if key != "judger"})
+        lines.append(f"{name}: {_count(len(held_out.source.load(directory)), 'task')}{judger}{own}")
     mix = TaskMix(tasks, weights, run.agent.seed)
     lines.append("the first prompts:")
     for prompt in (mix.draw() for _ in range(_EXAMPLES)):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -27,6 +27,9 @@ FUNCTION = r"^[\w.]+:[\w.]+$"
 """The pattern of `module:function`."""
 
 
+C = TypeVar("C", bound="Config")
+
+
 class Explained(ValueError):
     """All problems within one field, each with its own key."""
 
@@ -49,6 +52,13 @@ class Config(BaseModel):
     """A typo is an error, a value never changes, and the docstring under a field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def overridden(default: C, own: C | None) -> C:
+    """A config with the keys that another one of its class sets."""
+    if own is None:
+        return default
+    return default.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[str, str]]:

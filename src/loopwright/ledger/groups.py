@@ -8,7 +8,7 @@ A group is opened in the transaction that reserves its trials, so a crash loses 
 is decided by the step of the trainer's checkpoint, so none is trained on twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from loopwright.core.outcome import Outcome
@@ -85,24 +85,29 @@ class Groups:
                     "UPDATE trials SET result_seq = ?, result_hash = ? WHERE number = ?", (*chain.last, number)
                 )
 
-    def take(self, most: int, step: int) -> list[int]:
-        """Up to `most` ready groups, oldest version first, for this step of training."""
+    def take(self, most: int, step: int, sources: Collection[str] | None = None) -> list[int]:
+        """Up to `most` ready groups, of these sources only, oldest version first, for this step of training."""
+        among, names = _among(sources)
         with self._ledger.transaction:
             groups = self._update(
                 "status = 'taken', step = ? WHERE grp IN "
-                "(SELECT grp FROM groups WHERE status = 'ready' ORDER BY version, grp LIMIT ?)",
+                f"(SELECT grp FROM groups WHERE status = 'ready'{among} ORDER BY version, grp LIMIT ?)",
                 step,
+                *names,
                 most,
             )
         self._ready -= len(groups)
         return groups
 
-    def expire(self, before: int) -> list[int]:
-        """Expire the ready groups with any token older than version `before`, and their trials."""
+    def expire(self, before: int, sources: Collection[str] | None = None) -> list[int]:
+        """Expire the ready groups, of these sources only, with any token older than version `before`."""
+        among, names = _among(sources)
         with self._ledger.transaction.held:
             expired = self._update(
-                "status = 'expired' WHERE grp IN (SELECT grp FROM groups WHERE status = 'ready' AND version < ?)",
+                "status = 'expired' WHERE grp IN "
+                f"(SELECT grp FROM groups WHERE status = 'ready' AND version < ?{among})",
                 before,
+                *names,
             )
             self._mark_unused(expired, Outcome.EXPIRED)
         self._ready -= len(expired)
@@ -142,10 +147,29 @@ class Groups:
         """How many groups are ready."""
         return self._ready
 
+    def waiting_of(self, sources: Collection[str] | None) -> int:
+        """How many groups of these sources are ready; of all without any."""
+        if sources is None:
+            return self._ready
+        among, names = _among(sources)
+        return int(self._rows(f"SELECT count(*) FROM groups WHERE status = 'ready'{among}", names)[0][0])
+
     def draws(self) -> dict[str, int]:
         """How many prompts were drawn from each source, for a sampler that continues."""
         return dict(self._rows("SELECT source, count(*) FROM groups WHERE again IS NULL GROUP BY source"))
 
+    def uses(self) -> dict[str, int]:
+        """How many groups were taken from each source, trained on or not."""
+        query = "SELECT source, count(*) FROM groups WHERE status IN ('taken', 'trained') GROUP BY source"
+        return dict(self._rows(query))
+
     def counts(self) -> dict[str, int]:
         """How many groups there are of each status."""
         return dict(self._rows("SELECT status, count(*) FROM groups GROUP BY status"))
+
+
+def _among(sources: Collection[str] | None) -> tuple[str, tuple[str, ...]]:
+    """A condition that a group is of one of these sources, and its values."""
+    if sources is None:
+        return "", ()
+    return f" AND source IN ({', '.join('?' * len(sources))})", tuple(sources)

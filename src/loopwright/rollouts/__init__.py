@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from loopwright.rollouts.buffer import Buffer, MemoryBuffer
     from loopwright.rollouts.build import build_judger_client, build_pool, rollout_env
     from loopwright.rollouts.collect import Collect, CollectConfig
-    from loopwright.rollouts.config import ProduceConfig, RolloutConfig
+    from loopwright.rollouts.config import RolloutConfig
     from loopwright.rollouts.env import PolicySource, RolloutEnv
     from loopwright.rollouts.evaluation import EvalConfig
     from loopwright.rollouts.group import DiscardedGroups, EpisodeJudge, Group
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
     from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
     from loopwright.rollouts.pools.local import LocalPool
+    from loopwright.rollouts.produce_config import ProduceConfig
     from loopwright.rollouts.producer import GroupProducer, ProductionFailed
     from loopwright.rollouts.tasks.files import DatasetsTasks, JsonlTasks, ParquetTasks
     from loopwright.rollouts.tasks.mix import Prompt, TaskMix
@@ -66,7 +67,7 @@ _MODULES = {
     "ParquetTasks": "tasks.files",
     "Payload": "judgers.base",
     "PolicySource": "env",
-    "ProduceConfig": "config",
+    "ProduceConfig": "produce_config",
     "GroupProducer": "producer",
     "ProductionFailed": "producer",
     "Prompt": "tasks.mix",

@@ -1,7 +1,8 @@
 """The replay buffer: groups between production and training, oldest policy version first."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Protocol
 
 from loopwright.core.trial import Trial
@@ -13,6 +14,10 @@ class Buffer(Protocol):
     @property
     def waiting(self) -> int:
         """How many groups are ready."""
+        ...
+
+    def waiting_of(self, sources: Collection[str] | None) -> int:
+        """How many groups of these sources are ready; of all without any."""
         ...
 
     def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
@@ -27,12 +32,12 @@ class Buffer(Protocol):
         """The group is `filtered`, `short` or `failed`, and is not used."""
         ...
 
-    def take(self, most: int, step: int) -> list[int]:
-        """Up to `most` ready groups, oldest version first, for this step of training."""
+    def take(self, most: int, step: int, sources: Collection[str] | None = None) -> list[int]:
+        """Up to `most` ready groups, of these sources only, oldest version first, for this step of training."""
         ...
 
-    def expire(self, before: int) -> list[int]:
-        """Remove and return the ready groups whose version is older than `before`."""
+    def expire(self, before: int, sources: Collection[str] | None = None) -> list[int]:
+        """Remove and return the ready groups, of these sources only, whose version is older than `before`."""
         ...
 
     def groups_of_step(self, step: int) -> list[int]:
@@ -59,6 +64,10 @@ class Buffer(Protocol):
         """How many prompts were drawn from each source."""
         ...
 
+    def uses(self) -> dict[str, int]:
+        """How many groups were taken from each source, trained on or not."""
+        ...
+
     def counts(self) -> dict[str, int]:
         """The number of groups by status."""
         ...
@@ -75,14 +84,21 @@ class MemoryBuffer:
         self._trained: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._expired: list[int] = []
         self._draws: Counter[str] = Counter()
+        self._sources: dict[int, str] = {}
         self._closed: Counter[str] = Counter()
 
     @property
     def waiting(self) -> int:
         return self._waiting
 
+    def waiting_of(self, sources: Collection[str] | None) -> int:
+        return sum(self._is_of(group, sources) for queue in self._ready.values() for group in queue)
+
+    def _is_of(self, group: int, sources: Collection[str] | None) -> bool:
+        return sources is None or self._sources[group] in sources
+
     def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
-        self._open[group] = None
+        self._open[group], self._sources[group] = None, source
         if again is None:
             self._draws[source] += 1
         else:
@@ -101,8 +117,11 @@ class MemoryBuffer:
             raise ValueError(f"group {group} is not open")
         del self._open[group]
 
-    def take(self, most: int, step: int) -> list[int]:
-        groups = [self._pop_oldest() for _ in range(min(most, self._waiting))]
+    def take(self, most: int, step: int, sources: Collection[str] | None = None) -> list[int]:
+        ready = ((version, group) for version in sorted(self._ready) for group in self._ready[version])
+        groups = list(islice((each for each in ready if self._is_of(each[1], sources)), most))
+        for version, group in groups:
+            self._remove(version, group)
         self._taken[step] += groups
         return sorted(group for _, group in groups)
 
@@ -110,22 +129,20 @@ class MemoryBuffer:
         self._ready[version].append(group)
         self._waiting += 1
 
-    def _pop_oldest(self) -> tuple[int, int]:
-        version = min(self._ready)
-        group = self._ready[version].popleft()
+    def _remove(self, version: int, group: int) -> None:
+        self._ready[version].remove(group)
         if not self._ready[version]:
             del self._ready[version]
         self._waiting -= 1
-        return version, group
 
-    def expire(self, before: int) -> list[int]:
-        expired: list[int] = []
-        for version in [version for version in self._ready if version < before]:
-            expired += self._ready.pop(version)
-        self._waiting -= len(expired)
+    def expire(self, before: int, sources: Collection[str] | None = None) -> list[int]:
+        old = [(version, group) for version, queue in self._ready.items() if version < before for group in queue]
+        expired = [(version, group) for version, group in old if self._is_of(group, sources)]
+        for version, group in expired:
+            self._remove(version, group)
         self._closed["expired"] += len(expired)
-        self._expired += expired
-        return sorted(expired)
+        self._expired += [group for _, group in expired]
+        return sorted(group for _, group in expired)
 
     def groups_of_step(self, step: int) -> list[int]:
         return sorted(group for _, group in (*self._taken.get(step, ()), *self._trained.get(step, ())))
@@ -149,6 +166,10 @@ class MemoryBuffer:
 
     def draws(self) -> dict[str, int]:
         return dict(self._draws)
+
+    def uses(self) -> dict[str, int]:
+        groups = [group for taken in (*self._taken.values(), *self._trained.values()) for _, group in taken]
+        return dict(Counter(self._sources[group] for group in groups))
 
     def counts(self) -> dict[str, int]:
         counts = {

@@ -1,41 +1,28 @@
 """The `[run.rollout]` table: tasks, a loop that attempts them, a judger, and how groups are produced."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
 from loopwright.core.agent import AgentConfig
-from loopwright.core.config import Config
+from loopwright.core.config import Config, overridden
 from loopwright.core.errors import Problem
-from loopwright.core.registry import config_parser
-from loopwright.rollouts.judgers.base import AnyJudger
-from loopwright.rollouts.loops.base import LoopConfig, loops
+from loopwright.engines.base import Sampling
+from loopwright.rollouts.evaluation import EvalConfig
+from loopwright.rollouts.judgers.base import AnyJudger, JudgerConfig
+from loopwright.rollouts.loops.base import AnyLoop, LoopConfig
 from loopwright.rollouts.pools.resources import PlacementConfig, ResourceRequest
+from loopwright.rollouts.produce_config import ProduceConfig
 from loopwright.rollouts.remote.gateway_config import GatewayHostConfig, RayGatewayConfig
-from loopwright.rollouts.tasks.sources import Sources, TasksConfig, select_tasks, source_problems
+from loopwright.rollouts.source_settings import SourceSettings
+from loopwright.rollouts.tasks.mix import held_out_name
+from loopwright.rollouts.tasks.sources import Sources, TasksConfig, source_problems
 
-_AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(config_parser(loops))]
-
-
-class ProduceConfig(Config):
-    """How groups of rollouts are produced."""
-
-    type: Literal["sync", "async"] = "sync"
-    """`sync`: one batch at a time; `async`: continuously, with more groups in flight than a batch needs."""
-    over_sample: float = Field(default=0.25, ge=0)
-    """Asynchronous only: how many more groups than a batch has are in flight, as a share of the batch."""
-    max_staleness: int = Field(default=1, ge=0)
-    """How many versions old a group may be when it is trained on; older prompts are attempted again."""
-    staleness: Literal["group", "token"] = "group"
-    """`group`: a group with one token that is too old expires; `token`: only if all its tokens are too old."""
-    partial: bool = True
-    """Whether a rollout continues after a weight update, in the middle of a turn; otherwise it starts again."""
-    filter: Literal["none", "equal_rewards"] = "none"
-    """`equal_rewards` leaves out groups whose rewards are all equal, since nothing can be learned from them."""
-    drain_s: float = Field(default=30.0, ge=0)
-    """Seconds that running rollouts get to finish before they are cancelled, when production is drained."""
+_INHERITED = ("sampling", "concurrency")
+"""What the loop of a source has from the run's loop, in addition to its workers, unless it sets it itself."""
+T = TypeVar("T")
 
 
 class RolloutAgentConfig(AgentConfig):
@@ -66,7 +53,7 @@ class RolloutConfig(Config):
 
     tasks: Sources = Field(examples=['{ type = "jsonl", path = "tasks.jsonl" }'])
     """Where tasks come from, one source or a list, each chosen by `type`."""
-    loop: _AnyLoop = Field(examples=['{ type = "single_turn" }'])
+    loop: AnyLoop = Field(examples=['{ type = "single_turn" }'])
     """How one task becomes one episode, chosen by `type`."""
     judger: AnyJudger = Field(examples=['{ type = "python", function = "my_judge:exact" }'])
     """How an episode becomes a reward, chosen by `type`."""
@@ -82,73 +69,114 @@ class RolloutConfig(Config):
             return self.engines.model_copy(update={"workers": 1})
         return self.engines
 
-    def resource_requests(self, gateway: GatewayHostConfig | None = None) -> list[ResourceRequest]:
+    def settings(self, evaluation: EvalConfig | None = None) -> dict[str, SourceSettings]:
+        """The settings of each source, by the name that its trials have; those of held-out sources come last."""
+        settings = {source.label(): self._settings(source, "", self.judger, "judger") for source in self.tasks}
+        if evaluation is not None:
+            judger, key = self.judger, "judger"
+            if evaluation.judger is not None:
+                judger, key = evaluation.judger, "[run.eval] judger"
+            for source in evaluation.tasks:
+                table = "[run.eval] "
+                settings[held_out_name(source)] = self._settings(source, table, judger, key, evaluation.sampling)
+        return settings
+
+    def _settings(
+        self, source: TasksConfig, table: str, judger: JudgerConfig, judger_key: str, sampling: Sampling | None = None
+    ) -> SourceSettings:
+        key = f"{table}tasks, {source.label()}"
+        if source.sampling is not None:
+            sampling = source.sampling if sampling is None else overridden(sampling, source.sampling)
+        return SourceSettings(
+            source,
+            key,
+            loop=self.loop if source.loop is None else self._complete(source.loop),
+            judger=source.judger or judger,
+            produce=overridden(self.produce, source.produce),
+            sampling=sampling,
+            judger_key=f"{key}, judger" if source.judger is not None else judger_key,
+        )
+
+    def _complete(self, loop: LoopConfig) -> LoopConfig:
+        """The loop of a source, with what it inherits from the run's."""
+        names = {*_INHERITED, *PlacementConfig.model_fields} - loop.model_fields_set
+        inherited = {name: getattr(self.loop, name) for name in names & self.loop.model_fields_set}
+        return loop.model_copy(update=inherited)
+
+    def loop_pools(self, evaluation: EvalConfig | None = None) -> dict[str, dict[str, LoopConfig]]:
+        """The distinct loops by name, in the pools that run them: the run's own is called "", others as their source.
+
+        Loops with equal workers share them, and the engines in them. A pool is called as the first of its loops.
+        """
+        pools: dict[str, dict[str, LoopConfig]] = {}
+        for name, loop in distinct(self.loop, {n: s.loop for n, s in self.settings(evaluation).items()})[0].items():
+            shared = (pool for pool in pools.values() if _share(loop, *pool.values()))
+            pool = next(shared, None)
+            if pool is None:
+                pool = pools[name] = {}
+            pool[name] = loop
+        return pools
+
+    def resource_requests(
+        self, gateway: GatewayHostConfig | None = None, evaluation: EvalConfig | None = None
+    ) -> list[ResourceRequest]:
         """The resources that its pools need on a Ray cluster; empty if they are in this process."""
+        pools = self.loop_pools(evaluation).items()
         parts: dict[str, PlacementConfig] = {
-            "loop": self.loop,
-            "judger": self.judger,
-            "engines": self.engine_placement(gateway),
+            part_name("loop", name): next(iter(loops.values())) for name, loops in pools
         }
+        judgers = distinct(self.judger, {n: s.judger for n, s in self.settings(evaluation).items()})[0]
+        for name, judger in judgers.items():
+            parts |= judger.placements(part_name("judger", name))
+        parts["engines"] = self.engine_placement(gateway)
         if isinstance(gateway, RayGatewayConfig):
             parts["gateway"] = gateway
         return [part.request(name) for name, part in parts.items() if part.workers]
 
-    def problems(self, scenario_dir: Path, held_out: Sequence[TasksConfig] = ()) -> list[Problem]:
+    def problems(self, scenario_dir: Path, evaluation: EvalConfig | None = None) -> list[Problem]:
         """What is wrong with it, for its own tasks and the held-out ones; checked before anything starts."""
-        sources = (*self.tasks, *held_out)
+        settings = self.settings(evaluation)
         problems = source_problems(self.tasks, scenario_dir)
         problems += [Problem(f"loop.{p.key}", p.message) for p in self.loop.problems(scenario_dir)]
         problems += [Problem(f"judger.{p.key}", p.message) for p in self.judger.problems(scenario_dir)]
-        problems += self._exposed_sources(sources, scenario_dir)
-        return (
-            problems
-            or self._refusal_problems(sources, scenario_dir)
-            or self._routing_problems(sources, scenario_dir)
-            or self._evidence_problems(sources, scenario_dir)
-        )
+        for each in settings.values():
+            problems += each.own_problems(scenario_dir)
+        problems += self._exposed_sources(settings.values(), scenario_dir)
+        # A missing route of the run's judger is one problem, however many sources need it.
+        return problems or list(dict.fromkeys(p for each in settings.values() for p in each.problems(scenario_dir)))
 
-    def _refusal_problems(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
-        """Sources of which no task can be attempted."""
-        problems = []
-        for source in sources:
-            tasks, skipped = select_tasks(source, scenario_dir, self.loop.refusal)
-            if not tasks:
-                first, count = next(iter(skipped.items())), len(skipped)
-                more = f"; and {count - 1} more" if count > 1 else ""
-                problems.append(
-                    Problem(f"tasks, {source.label()}", f"no task can be attempted: {first[0]}: {first[1]}{more}.")
-                )
-        return problems
-
-    def _exposed_sources(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
-        """Sources that an agent could read: labels, tests and solutions."""
-        paths = [(source.label(), getattr(source, "path", None)) for source in sources]
-        exposed = [name for name, path in paths if path and self.loop.exposes(scenario_dir / path, scenario_dir)]
+    def _exposed_sources(self, settings: Iterable[SourceSettings], scenario_dir: Path) -> list[Problem]:
+        """Sources that an agent could read, of its own source or another: labels, tests and solutions."""
+        loops = {each.loop_key: each.loop for each in settings}
+        paths = {each.source.label(): getattr(each.source, "path", None) for each in settings}
         return [
             Problem(
-                "loop.readable",
+                f"{key}.readable",
                 f"agents could read the tasks of {name!r}, with labels and tests. Name only the agent's own directory.",
             )
-            for name in exposed
+            for key, loop in loops.items()
+            for name, path in paths.items()
+            if path and loop.exposes(scenario_dir / path, scenario_dir)
         ]
 
-    def _routing_problems(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
-        """The data sources that the judger has no route for. Tasks are only loaded if there can be any."""
-        if not self.judger.routing_problems([""]):
-            return []
-        data_sources = {task.data_source: None for source in sources for task in source.load(scenario_dir)}
-        return [Problem(f"judger.{p.key}", p.message) for p in self.judger.routing_problems(data_sources)]
 
-    def _evidence_problems(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
-        """A loop that does not record the evidence that the judger requires, or tasks without it."""
-        required = self.judger.required_evidence()
-        if missing := required - set(self.loop.evidence):
-            needs = f"needs {', '.join(sorted(missing))}, which loop type {self.loop.type!r} does not record"
-            return [Problem("judger", f'{needs}; use loop = {{ type = "remote", ... }}.')]
-        refusal = self.loop.refusal
-        usable = (task for source in sources for task in select_tasks(source, scenario_dir, refusal)[0])
-        tasks = list(usable) if required else []
-        problems = ((t.id, self.judger.task_problem(t) or self.loop.task_problem(t, scenario_dir)) for t in tasks)
-        messages = [f"task {name} cannot be judged: {problem}" for name, problem in problems if problem]
-        more = f"; and {len(messages) - 1} more" if len(messages) > 1 else ""
-        return [Problem("judger", f"{messages[0]}{more}.")] if messages else []
+def distinct(default: T, values: Mapping[str, T]) -> tuple[dict[str, T], dict[str, str]]:
+    """Values by name without repetitions, and the name for each key: "" for the default, or else the first key."""
+    by_name: dict[str, T] = {}
+    names: dict[str, str] = {}
+    for key, value in values.items():
+        names[key] = "" if value == default else next((n for n, v in by_name.items() if v == value), key)
+        by_name.setdefault(names[key], value)
+    return by_name, names
+
+
+def part_name(part: str, source: str) -> str:
+    """What a loop or judger is called in messages: that of a source names it."""
+    return f"{part} of {source}" if source else part
+
+
+def _share(loop: LoopConfig, first: LoopConfig, *_: LoopConfig) -> bool:
+    """Whether two loops can run in the same workers."""
+    keys = PlacementConfig.model_fields
+    through_gateway = loop.through_gateway or first.through_gateway
+    return not through_gateway and all(getattr(loop, key) == getattr(first, key) for key in keys)

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -223,6 +223,6 @@ class SharedEngineLoops(Pool):
             await self._engines.close()
 
 
-def build_loop_worker(loop: LoopConfig, client: EngineClient, scenario_dir: Path) -> LoopWorker:
-    """A loop worker that samples from shared engines."""
-    return LoopWorker(agent_loop(loop, scenario_dir), client.connect())
+def build_loop_worker(loops: Mapping[str, LoopConfig], client: EngineClient, scenario_dir: Path) -> LoopWorker:
+    """A worker with these loops that samples from shared engines."""
+    return LoopWorker({name: agent_loop(loop, scenario_dir) for name, loop in loops.items()}, client.connect())

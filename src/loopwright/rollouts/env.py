@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from loopwright.core.canonical import key_of
+from loopwright.core.config import overridden
 from loopwright.core.episode import Attempt, Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import JudgedReward, Objectives
@@ -17,13 +19,13 @@ from loopwright.engines.base import EngineConfig, Sampling
 from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.buffer import Buffer
-from loopwright.rollouts.config import ProduceConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
 from loopwright.rollouts.judgers import JudgerDown
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Pool, PoolDown, SerializationError, WorkerLost
+from loopwright.rollouts.produce_config import ProduceConfig
 from loopwright.rollouts.tasks.mix import Prompt, TaskMix
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,27 @@ class PolicySource:
     """The directory that paths are relative to."""
     in_process: bool
     """Whether the engine is in this process, so that weights can be handed over in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRunner:
+    """What runs and judges the rollouts of one source of tasks."""
+
+    judger: EpisodeJudge
+    slots: asyncio.Semaphore
+    """Limits how many are in flight; sources with the same workers share them."""
+    concurrency: int
+    """How many slots there are."""
+    deadline_s: float
+    """Seconds after which a rollout is given up."""
+    loop: str = ""
+    """The name of its loop in the pool."""
+    sampling: Sampling | None = None
+    """What differs from the loop's sampling."""
+    produce: ProduceConfig | None = None
+    """What differs from the run's way to produce groups."""
+    key: str = ""
+    """Changes with every setting that makes its rollouts incomparable; part of the keys of its trials."""
 
 
 class RolloutEnv:
@@ -74,15 +97,23 @@ class RolloutEnv:
         deadline_s: float = 600.0,
         source: PolicySource | None = None,
         evaluation: EvalConfig | None = None,
+        sources: Mapping[str, SourceRunner] | None = None,
         cluster: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        self.book, self.tasks, self.loop, self.judger, self.buffer = book, tasks, loop, judger, buffer
-        self.produce, self.concurrency = produce or ProduceConfig(), concurrency
+        """`judger`, `concurrency` and `deadline_s` are for the sources that are not in `sources`."""
+        self.book, self.tasks, self.loop, self.buffer = book, tasks, loop, buffer
+        self.produce = produce or ProduceConfig()
         self.source, self.evaluation = source, evaluation
+        self._runners = sources or {}
+        self._default_runner = SourceRunner(judger, asyncio.Semaphore(concurrency), concurrency, deadline_s)
+        slots = {id(runner.slots): runner.concurrency for runner in self._runners.values()}
+        self.concurrency = sum(slots.values()) or concurrency
+        """How many rollouts are in flight at a time."""
+        judgers = [judger, *(runner.judger for runner in self._runners.values())]
+        self._judgers = list({id(judger): judger for judger in judgers}.values())
         self.wait_for_judger = False
         """Whether rollouts wait for a judger that is down until it is back, instead of failing after a while."""
-        self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
-        self._slots = asyncio.Semaphore(concurrency)
+        self._seed, self._cluster = seed, cluster
         self._warned_timeout = False
         ((evaluations,),) = book.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")
         book.uncounted += evaluations  # the budget is for training
@@ -92,16 +123,22 @@ class RolloutEnv:
         """Start the judger and the loop's workers, and stop them at the end."""
         async with self._cluster():
             try:
-                await self.judger.start()
+                for judger in self._judgers:
+                    await judger.start()
                 await self.loop.start()
                 yield self
             finally:
                 await self.loop.close()
-                await self.judger.close()
+                for judger in self._judgers:
+                    await judger.close()
 
     async def publish(self, update: WeightUpdate) -> None:
         """Send a weight update to the engines that sample for this run, or to their gateway."""
         await self.loop.publish(update)
+
+    def runner(self, source: str) -> SourceRunner:
+        """What runs and judges the rollouts of a source."""
+        return self._runners.get(source, self._default_runner)
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -169,7 +206,8 @@ class RolloutEnv:
 
     def _group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:
         group = Group(number, prompt, size, trials=len(trials), action=trials[0].action)
-        group.judging = GroupJudging(self.judger, group) if self.judger.compares else None
+        judger = self.runner(prompt.source).judger
+        group.judging = GroupJudging(judger, group) if judger.compares else None
         for trial in trials:
             if trial.unfinished:
                 group.in_flight[trial.number] = trial
@@ -179,7 +217,9 @@ class RolloutEnv:
 
     def _new_trial(self, action: Action, group: int, repeat: int) -> Trial:
         self.book.uncounted += "evaluated" in action
-        return self.book.new_trial(action, group=group, repeat=repeat)
+        settings = self.runner(action["source"]).key
+        key = key_of(settings, action, repeat) if settings else ""
+        return self.book.new_trial(action, group=group, repeat=repeat, key=key)
 
     # -- one rollout --------------------------------------------------------------------------------------------
 
@@ -218,13 +258,17 @@ class RolloutEnv:
         task, clock = self.tasks.find(trial.action).task, asyncio.get_running_loop().time
         earlier: tuple[Attempt, ...] = ()
         is_evaluation = "evaluated" in trial.action
-        sampling = self.evaluation.sampling if is_evaluation and self.evaluation is not None else None
+        runner = self.runner(trial.action["source"])
+        sampling = runner.sampling
+        if is_evaluation and self.evaluation is not None and self.evaluation.sampling is not None:
+            sampling = overridden(self.evaluation.sampling, sampling)
         queued_s = clock()
-        async with self._slots:
+        async with runner.slots:
             while True:
                 started_s, started_at = clock(), time.time()
                 seed = f"{self._seed}:{trial.number}:{len(earlier)}"
-                episode = await self._attempt(RolloutRequest(task, seed, sampling, trial.number))
+                request = RolloutRequest(task, seed, sampling, trial.number, runner.loop)
+                episode = await self._attempt(request, runner.deadline_s)
                 phases = {"queue": started_s - queued_s, "loop": clock() - started_s}
                 if episode.attempts:
                     phases |= episode.attempts[-1].phases_s
@@ -235,7 +279,7 @@ class RolloutEnv:
                 queued_s = clock()
         if episode.fault in (None, Fault.POLICY):
             started_s = clock()
-            episode = await self._judge(trial, episode, judging)
+            episode = await self._judge(trial, episode, runner.judger if judging is None else judging)
             phases["judge"] = clock() - started_s
         attempts = (*earlier, Attempt(started_at, phases, episode.outcome, episode.reason))
         episode = replace(episode, group=trial.group, attempts=attempts)
@@ -250,9 +294,9 @@ class RolloutEnv:
             episode = episode.failed(Outcome.CRASHED, Fault.WORKLOAD, reason)
             return episode, episode.to_bytes()
 
-    async def _attempt(self, request: RolloutRequest) -> Episode:
+    async def _attempt(self, request: RolloutRequest, deadline_s: float) -> Episode:
         try:
-            episode: Episode = await self.loop.call(request, timeout_s=self._deadline_s + _GRACE_S)
+            episode: Episode = await self.loop.call(request, timeout_s=deadline_s + _GRACE_S)
         except PoolDown:
             raise  # every further rollout would be lost as well
         except SerializationError as error:
@@ -260,7 +304,7 @@ class RolloutEnv:
         except WorkerLost as error:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))
         except TimeoutError:
-            reason = f"the loop did not return within {_GRACE_S:g} s after its last deadline of {self._deadline_s:g} s"
+            reason = f"the loop did not return within {_GRACE_S:g} s after its last deadline of {deadline_s:g} s"
             episode = Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
         if episode.outcome is Outcome.TIMEOUT and not self._warned_timeout:
             self._warned_timeout = True
@@ -268,11 +312,10 @@ class RolloutEnv:
         # A worker may return anything as its task.
         return episode if episode.task == request.task else replace(episode, task=request.task)
 
-    async def _judge(self, trial: Trial, episode: Episode, judging: GroupJudging | None) -> Episode:
+    async def _judge(self, trial: Trial, episode: Episode, judge: EpisodeJudge | GroupJudging) -> Episode:
         for waits in count():
             try:
-                reward = await (self.judger.judge(episode) if judging is None else judging.reward(episode))
-                return episode.judged(reward)
+                return episode.judged(await judge.judge(episode))
             except JudgerDown as error:
                 if self.wait_for_judger or waits < _MAX_JUDGER_WAITS:
                     # Waiting for the judger costs less than another rollout.

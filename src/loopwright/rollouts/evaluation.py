@@ -13,6 +13,7 @@ from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.engines.base import Sampling
 from loopwright.rollouts.group import Group
+from loopwright.rollouts.judgers.base import AnyJudger
 from loopwright.rollouts.tasks.sources import Sources, source_problems
 
 
@@ -27,6 +28,8 @@ class EvalConfig(Config):
     """How many rollouts attempt each task; pass@k is reported for k up to this."""
     sampling: Sampling | None = None
     """How the policy is sampled; settings that are missing here are as in training."""
+    judger: AnyJudger | None = None
+    """How these episodes are judged, chosen by `type`; without it, as in training."""
     solved: float = 1.0
     """The smallest reward with which a task counts as solved."""
     max_cuts: float = Field(default=0.1, ge=0, le=1)
@@ -35,7 +38,12 @@ class EvalConfig(Config):
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         """What is wrong with this config; checked before anything starts."""
-        return source_problems(self.tasks, scenario_dir)
+        problems = source_problems(self.tasks, scenario_dir)
+        if self.judger is not None:
+            problems += [Problem(f"judger.{p.key}", p.message) for p in self.judger.problems(scenario_dir)]
+        message = "has no meaning here: what is held out is never trained on; remove it."
+        produced = [source.label() for source in self.tasks if source.produce is not None]
+        return problems + [Problem(f"tasks, {name}, produce", message) for name in produced]
 
     def due(self, step: int, last: int) -> bool:
         """Whether there is an evaluation after this step."""

@@ -118,6 +118,14 @@ class DiscardedGroups:
         self.rewards += [e.reward.value for e in group.episodes.values() if e.reward is not None]
         self.last_failure = group.last_failure or self.last_failure
 
+    def __add__(self, other: "DiscardedGroups") -> "DiscardedGroups":
+        return DiscardedGroups(
+            self.groups + other.groups,
+            self.trials + other.trials,
+            self.rewards + other.rewards,
+            other.last_failure or self.last_failure,
+        )
+
     def __str__(self) -> str:
         failed, short, filtered = (self.groups[status] for status in ("failed", "short", "filtered"))
         parts = [f"{failed} failed"] if failed else []
@@ -135,7 +143,7 @@ class GroupJudging:
         self._waiting: list[tuple[Episode, asyncio.Future[Reward]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def reward(self, episode: Episode) -> Reward:
+    async def judge(self, episode: Episode) -> Reward:
         """The reward of this episode among the others of its group, or JudgeFailed."""
         entry: tuple[Episode, asyncio.Future[Reward]] = episode, asyncio.get_running_loop().create_future()
         self._waiting.append(entry)

@@ -7,19 +7,19 @@ and hands out those that finish first; the others continue and are in a later ba
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Trial
-from loopwright.rollouts.config import ProduceConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import DiscardedGroups, Group
+from loopwright.rollouts.lane import Lane, Lanes
 from loopwright.rollouts.loops.worker import WeightUpdate
+from loopwright.rollouts.produce_config import ProduceConfig
 
 log = logging.getLogger(__name__)
-_MAX_DISCARDED_FACTOR = 10
-"""How many groups may be discarded for a batch, as a multiple of its size."""
 _LOSSES = (Outcome.LOST, Outcome.CRASHED, Outcome.TIMEOUT, Outcome.JUDGE_FAILED)
 _MAX_LOSS_RATE = 0.9
 """Above this, more budget for replacements would hardly save a group."""
@@ -37,15 +37,13 @@ class GroupProducer:
         self.version = 0
         self.discarded = DiscardedGroups()
         """The groups that were produced for the last batch and are not in it."""
-        self._discarded_now = DiscardedGroups()
+        self._lanes = Lanes(env, config)
         self._open: dict[int, Group] = {}
         self._finished: dict[int, Group] = {}
-        self._expired: list[Group] = []
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, tuple[Lane, asyncio.Task[None]]] = {}
         self._progress = asyncio.Event()
-        self._paused = False
         self._error: BaseException | None = None
-        self._max_open = self._batch_size = self._next_version = 0
+        self._batch_size = self._next_version = 0
         self._flush_scheduled = self._warned_short = False
         self._ended = self._lost = 0
         """Rollouts, and those of them that do not count; for the budget to keep for replacements."""
@@ -60,26 +58,44 @@ class GroupProducer:
         while True:
             if self._error is not None:
                 raise self._error
-            # The prompts of groups that are too old are attempted again first.
-            for number in self.env.buffer.expire(self.version - self.config.max_staleness):
-                self._expired.append(self._load(number))
-            self._aim(size)
-            self._top_up()
-            waiting = self.env.buffer.waiting
-            if waiting >= size or not self._open or self._give_up(size):
-                self._next_version = self.version + 1  # what is opened now is used after the next update
-                if not self._is_async:
-                    self._max_open = 0
-                self._warn_if_short()
-                self.discarded, self._discarded_now = self._discarded_now, DiscardedGroups()
-                return [self._load(number) for number in self.env.buffer.take(size, step)]
+            self._batch_size, self._next_version = size, self.version
+            self._lanes.aim(size)
+            for lane in self._lanes.all:
+                # The prompts of groups that are too old are attempted again first.
+                oldest = self.version - lane.config.max_staleness
+                lane.expired += [self._load(number) for number in self.env.buffer.expire(oldest, lane.sources)]
+                self._top_up(lane)
+            if all(self._is_ready(lane) for lane in self._lanes.all):
+                return self._take(step)
             self._progress.clear()
             await self._progress.wait()
 
+    def _is_ready(self, lane: Lane) -> bool:
+        """Whether a lane has its part of the batch, or will not have more of it."""
+        return self.env.buffer.waiting_of(lane.sources) >= lane.quota or not lane.open or self._give_up(lane)
+
+    def _take(self, step: int) -> list[Group]:
+        """The groups of a batch."""
+        self._next_version = self.version + 1  # what is opened now is used after the next update
+        self.discarded = DiscardedGroups()
+        numbers: list[int] = []
+        for lane in self._lanes.all:
+            groups = self.env.buffer.take(lane.quota, step, lane.sources)
+            self._lanes.use(lane, len(groups))
+            numbers += groups
+            if len(groups) < lane.quota and lane.is_hopeless:
+                message = "a batch has %d groups%s instead of %d; of the others, %s"
+                log.warning(message, len(groups), lane.of_sources, lane.quota, lane.discarded)
+            if not lane.is_async:
+                lane.max_open = 0
+            self.discarded += lane.discarded
+            lane.discarded = DiscardedGroups()
+        self._warn_if_short()
+        return [self._load(number) for number in sorted(numbers)]
+
     async def update(self, version: int, weights: Any = None) -> None:
         """Publish new weights. Rollouts in flight continue with them, or start again if `partial` is off."""
-        if not self.config.partial:
-            await self.pause()
+        await self.pause_for_update()
         await self.env.publish(WeightUpdate(version, paused=True, weights=weights))
         await self.env.publish(WeightUpdate(version, weights=weights))
         self.version = version
@@ -90,28 +106,45 @@ class GroupProducer:
 
         Nothing is in flight when this returns. Returns how many were cancelled.
         """
-        self._paused = True
-        drain_s = self.config.drain_s if drain_s is None else drain_s
-        if self._tasks and drain_s > 0:
-            await asyncio.wait(self._tasks.values(), timeout=drain_s)
-        cancelled = list(self._tasks.values())
-        for task in cancelled:
-            task.cancel()
-        await asyncio.gather(*cancelled, return_exceptions=True)
-        self._tasks.clear()
+        return await self._pause(self._lanes.all, drain_s)
+
+    async def pause_for_update(self) -> int:
+        """Stop the production of rollouts that may not continue with new weights."""
+        return await self._pause([lane for lane in self._lanes.all if not lane.config.partial])
+
+    async def _pause(self, lanes: Sequence[Lane], drain_s: float | None = None) -> int:
+        for lane in lanes:
+            lane.is_paused = True
+        cancelled = await asyncio.gather(
+            *(self._drain(lane, lane.config.drain_s if drain_s is None else drain_s) for lane in lanes)
+        )
         self.env.book.ledger.flush()
+        return sum(cancelled)
+
+    async def _drain(self, lane: Lane, drain_s: float) -> int:
+        tasks = [task for owner, task in self._tasks.values() if owner is lane]
+        if tasks and drain_s > 0:
+            await asyncio.wait(tasks, timeout=drain_s)
+        cancelled = {number: task for number, (owner, task) in self._tasks.items() if owner is lane}
+        for task in cancelled.values():
+            task.cancel()
+        await asyncio.gather(*cancelled.values(), return_exceptions=True)
+        for number in cancelled:
+            self._tasks.pop(number, None)
         return len(cancelled)
 
     def resume(self) -> None:
         """Continue production."""
-        if not self._paused:
-            return
-        self._paused = False
-        for group in list(self._open.values()):
-            for trial in list(group.in_flight.values()):
-                self._start(group, trial)
-        if self._is_async:
-            self._top_up()
+        for lane in self._lanes.all:
+            if not lane.is_paused:
+                continue
+            lane.is_paused = False
+            for number in sorted(lane.open):
+                group = self._open[number]
+                for trial in list(group.in_flight.values()):
+                    self._start(group, trial)
+            if lane.is_async:
+                self._top_up(lane)
 
     def restore(self, step: int) -> None:
         """Continue from the ledger after this training step: open groups are finished, none is lost."""
@@ -120,10 +153,14 @@ class GroupProducer:
         counts = self.env.book.ledger.counts()
         self._ended, self._lost = sum(counts.values()), sum(counts.get(outcome, 0) for outcome in _LOSSES)
         self.env.tasks.restore(buffer.draws())
-        self._expired = [self._load(number) for number in buffer.expired()]
+        self._lanes.restore(buffer.uses())
+        for number in buffer.expired():
+            group = self._load(number)
+            self._lanes.of(group.prompt.source).expired.append(group)
         for number in buffer.unfinished():
             group = self._load(number)
             self._open[number] = group
+            self._lanes.of(group.prompt.source).open.add(number)
             for trial in list(group.in_flight.values()):
                 self._start(group, trial)
             self._continue(group)
@@ -131,65 +168,51 @@ class GroupProducer:
     @property
     def in_flight(self) -> int:
         """How many rollouts are running."""
-        return sum(not task.done() for task in self._tasks.values())
+        return sum(not task.done() for _, task in self._tasks.values())
 
     # -- production ---------------------------------------------------------------------------------------------
 
-    @property
-    def _is_async(self) -> bool:
-        return self.config.type == "async"
-
-    def _give_up(self, size: int) -> bool:
+    def _give_up(self, lane: Lane) -> bool:
         """Whether so many groups were discarded that the batch is what is ready."""
-        discarded, ready = self._discarded_now.groups.total(), self.env.buffer.waiting
-        if discarded < _MAX_DISCARDED_FACTOR * size:
-            return False
-        if not ready:
+        if lane.is_hopeless and not self.env.buffer.waiting_of(lane.sources):
+            count = lane.discarded.groups.total()
             raise ProductionFailed(
-                f"{discarded} groups in a row gave nothing to train on: {self._discarded_now}. "
+                f"{count} groups{lane.of_sources} in a row gave nothing to train on: {lane.discarded}. "
                 "Fix what fails, or choose tasks that are neither too easy nor too hard."
             )
-        log.warning("a batch has %d groups instead of %d; of the others, %s", ready, size, self._discarded_now)
-        return True
+        return lane.is_hopeless
 
     def _warn_if_short(self) -> None:
-        if (short := self._discarded_now.groups["short"]) and not self._warned_short:
+        if (short := self.discarded.groups["short"]) and not self._warned_short:
             self._warned_short = True
             log.warning(
                 "%d groups had fewer than %d judged rollouts (`min_group`) and were replaced; the last failure: %s. "
                 "The report counts further ones.",
                 short,
                 self.min_group,
-                self._discarded_now.last_failure,
+                self.discarded.last_failure,
             )
 
-    def _aim(self, size: int) -> None:
-        """Set how many groups to have open: all for this batch, and more if production is asynchronous."""
-        self._batch_size, self._next_version = size, self.version
-        self._max_open = math.ceil(size * (1 + self.config.over_sample)) if self._is_async else size
-
-    @property
-    def _usable(self) -> int:
+    def _usable(self, lane: Lane) -> int:
         """How many groups, open or ready, the next batches can use before one that is opened now is too old."""
-        if not self._is_async:
-            return self._batch_size
-        batches = self.config.max_staleness + 1 - (self._next_version - self.version)
-        return self._batch_size * max(0, batches)
+        if not lane.is_async:
+            return lane.quota
+        batches = lane.config.max_staleness + 1 - (self._next_version - self.version)
+        return self._lanes.plan(self._batch_size * max(0, batches))[lane.name]
 
-    def _top_up(self) -> None:
+    def _top_up(self, lane: Lane) -> None:
         """Open groups until there are enough, open or ready."""
-        while (
-            not self._paused
-            and len(self._open) < self._max_open
-            and len(self._open) + self.env.buffer.waiting < self._usable
-        ):
+        while not lane.is_paused and len(lane.open) < lane.max_open:
+            if len(lane.open) + self.env.buffer.waiting_of(lane.sources) >= self._usable(lane):
+                return
             if self.env.book.stopping or not self.env.book.has_budget(self.group_size + self._replacements()):
                 return
-            expired = self._expired.pop(0) if self._expired else None
-            prompt = self.env.tasks.draw() if expired is None else expired.prompt
+            expired = lane.expired.pop(0) if lane.expired else None
+            prompt = self.env.tasks.draw(lane.sources) if expired is None else expired.prompt
             group = self.env.open_group(prompt, self.group_size, again=None if expired is None else expired.number)
             group.min_size = self.min_group
             self._open[group.number] = group
+            lane.open.add(group.number)
             for trial in list(group.in_flight.values()):
                 self._start(group, trial)
 
@@ -203,10 +226,11 @@ class GroupProducer:
         return math.ceil((missing * rate + 2 * math.sqrt(missing * rate)) / (1 - rate))
 
     def _start(self, group: Group, trial: Trial) -> None:
-        if self._paused:
+        lane = self._lanes.of(group.prompt.source)
+        if lane.is_paused:
             return  # `resume` starts it
         task = asyncio.get_running_loop().create_task(self._roll(group, trial))
-        self._tasks[trial.number] = task
+        self._tasks[trial.number] = lane, task
         task.add_done_callback(lambda task: self._remove(trial.number, task))
 
     async def _roll(self, group: Group, trial: Trial) -> None:
@@ -228,22 +252,24 @@ class GroupProducer:
 
     def _complete(self, group: Group) -> None:
         del self._open[group.number]
-        buffer = self.env.buffer
+        lane = self._lanes.of(group.prompt.source)
+        lane.open.remove(group.number)
         rewards = {episode.reward.value for episode in group.episodes.values() if episode.reward is not None}
         if group.judged < self.min_group:
-            self._discard(group, "short" if group.judged else "failed")
-        elif self.config.filter == "equal_rewards" and len(rewards) <= 1:
-            self._discard(group, "filtered")
+            self._discard(lane, group, "short" if group.judged else "failed")
+        elif lane.config.filter == "equal_rewards" and len(rewards) <= 1:
+            self._discard(lane, group, "filtered")
         else:
-            buffer.ready(group.number, group.version(self.version, newest=self.config.staleness == "token"))
+            newest = lane.config.staleness == "token"
+            self.env.buffer.ready(group.number, group.version(self.version, newest=newest))
             self._finished[group.number] = group
-        if self._is_async:
-            self._top_up()
+        if lane.is_async:
+            self._top_up(lane)
         self._progress.set()
 
-    def _discard(self, group: Group, status: str) -> None:
+    def _discard(self, lane: Lane, group: Group, status: str) -> None:
         self.env.buffer.close(group.number, status)
-        self._discarded_now.add(group, status)
+        lane.discarded.add(group, status)
 
     def _remove(self, number: int, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(number, None)

@@ -5,7 +5,7 @@
 | `system.parallel` | a key of the scenario, dotted as its tables are written |
 | `run.agent.trials` | a key of every run |
 | `run.NAME.agent.trials` | a key of the run of that name |
-| `loop.KEY`, `gateway.KEY` | a key of `[run.rollout] loop` or `[run.gateway]`, in every run with a remote loop |
+| `loop.KEY`, `gateway.KEY` | a key of every remote loop, or of `[run.gateway]` in every run with one |
 
 The environment variables of remote loops and gateways are listed in `loopwright.gateway.settings`.
 """
@@ -55,8 +55,16 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
 
 def is_remote(run: Mapping[str, Any]) -> bool:
     """Whether the table of a run has a remote loop."""
-    loop = run["rollout"].get("loop") if isinstance(run.get("rollout"), Mapping) else None
-    return isinstance(loop, Mapping) and loop.get("type") == "remote"
+    return bool(_remote_loops(run))
+
+
+def _remote_loops(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tables of the remote loops of a run: its own, and those of its sources of tasks."""
+    tables = [run.get(key) for key in ("rollout", "eval")]
+    sources = [table.get("tasks") for table in tables if isinstance(table, Mapping)]
+    entries = [entry for tasks in sources for entry in (tasks if isinstance(tasks, list) else [tasks])]
+    loops = [entry.get("loop") for entry in (tables[0], *entries) if isinstance(entry, Mapping)]
+    return [loop for loop in loops if isinstance(loop, dict) and loop.get("type") == "remote"]
 
 
 def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -76,7 +84,8 @@ def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapp
             if not remote:
                 raise ValueError(f"--set {key}: no run has a remote loop")
             for run in remote:
-                _assign(run, f"rollout.{key}" if head == "loop" else key, value)
+                for table in _remote_loops(run) if head == "loop" else [run]:
+                    _assign(table, rest if head == "loop" else key, value)
         elif head == "run":
             _assign_to_runs(runs, rest, value)
         else:
@@ -105,7 +114,8 @@ def _gateway_type(run: Mapping[str, Any]) -> Any:
 
 
 def _apply_environment(run: dict[str, Any], environ: Mapping[str, str]) -> None:
-    run["rollout"]["loop"] |= from_environment(LOOP, RemoteConfig, environ)
+    for loop in _remote_loops(run):
+        loop |= from_environment(LOOP, RemoteConfig, environ)
     table = run.get("gateway", {})
     if not isinstance(table, Mapping):
         raise ValueError("[run.gateway] must be a table")
@@ -132,8 +142,9 @@ def _own_variables(runs: Sequence[Mapping[str, Any]]) -> set[str]:
     """The variables that remote runs name themselves, for their agents and their gateway's token."""
     names: set[str] = set()
     for run in runs:
-        variables = run["rollout"]["loop"].get("pass_env", ())
-        names.update(variables if isinstance(variables, list | tuple) else ())
+        for loop in _remote_loops(run):
+            variables = loop.get("pass_env", ())
+            names.update(variables if isinstance(variables, list | tuple) else ())
         gateway = run.get("gateway")
         names.add(str(gateway.get("token_env")) if isinstance(gateway, Mapping) else "")
     return names

@@ -47,14 +47,15 @@ def build_samples(
     advantages: Sequence[Mapping[int, float]],
     *,
     version: int,
-    oldest: int | None,
+    oldest: Sequence[int | None] | None = None,
     length: str = "episode",
     temperature: float = 1.0,
 ) -> list[Sample]:
     """The samples of a batch of groups, with the advantage of each trial.
 
     `length` sets the weight of a token: `episode` weights each episode the same, `token` each token, and `constant`
-    divides by the same number everywhere, which avoids a length bias.
+    divides by the same number everywhere, which avoids a length bias. `oldest` is, for each group, the oldest version
+    whose tokens are trained on.
     """
     samples: list[Sample] = []
     # Sorted, so that a repeated step does not depend on the order in which rollouts finished.
@@ -64,7 +65,7 @@ def build_samples(
         if not episode.trainable or episode.reward is None or trial not in advantages[group]:
             continue
         check_sampling(episode, temperature)
-        rows = episode.rows(oldest)
+        rows = episode.rows(None if oldest is None else oldest[group])
         total = sum(sum(row.response_mask) for row in rows)
         weight = 1.0 / total if length == "episode" and total else 1.0
         for row in rows:

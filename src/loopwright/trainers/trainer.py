@@ -15,8 +15,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from loopwright.core.agent import Agent
+from loopwright.core.config import overridden
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.runtime import run
+from loopwright.engines.base import Sampling
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps, steps
 from loopwright.reports.curves import Curves, missing_packages
@@ -67,12 +69,11 @@ class Trainer(Agent, ABC):
         ]
         problems += [Problem("log", f"needs: pip install {package}") for package in missing_packages(config.log)]
         if isinstance(space, RolloutConfig):
-            where, sampling = "[run.rollout] loop.sampling", space.loop.sampling
-            if sampling.temperature == 0:
-                problems.append(Problem(f"{where}.temperature", "with 0 there is nothing to learn; set it above 0."))
-            else:
-                reason = "changes which tokens the policy samples, so training would be biased; remove it."
-                problems += [Problem(f"{where}.{name}", reason) for name in truncating_parameters(sampling)]
+            problems += _sampling_problems("[run.rollout] loop.sampling", space.loop.sampling, space.loop.sampling)
+            for each in space.settings().values():
+                own = overridden(each.loop.sampling, each.sampling)
+                if own != space.loop.sampling:
+                    problems += _sampling_problems(f"[run.rollout] {each.key}, sampling", own, space.loop.sampling)
         return problems
 
     def run(self) -> int:
@@ -104,6 +105,17 @@ class Trainer(Agent, ABC):
                 raise
         finally:
             self.env.book.when_stopped(None)
+
+
+def _sampling_problems(where: str, sampling: Sampling, trained: Sampling) -> list[Problem]:
+    """What keeps rollouts that are sampled like this from being trained on, at the temperature of the run's loop."""
+    if sampling.temperature == 0:
+        return [Problem(f"{where}.temperature", "with 0 there is nothing to learn; set it above 0.")]
+    if sampling.temperature != trained.temperature:
+        text = f"is {sampling.temperature:g}, but the policy is trained at {trained.temperature:g}"
+        return [Problem(f"{where}.temperature", f"{text}, the temperature of the run's loop; use the same.")]
+    reason = "changes which tokens the policy samples, so training would be biased; remove it."
+    return [Problem(f"{where}.{name}", reason) for name in truncating_parameters(sampling)]
 
 
 class _Training:
@@ -153,8 +165,7 @@ class _Training:
                 step += 1
                 rollout_s = time.monotonic() - start
                 if config.colocated:
-                    if not producer.config.partial:
-                        await producer.pause()  # these rollouts may not continue with new weights
+                    await producer.pause_for_update()
                     await self.env.publish(WeightUpdate(producer.version, paused=True))
                 metrics = await self._learn(learner, groups, step, producer.in_flight, producer.discarded)
                 await self._publish(producer, learner, step)
@@ -215,9 +226,10 @@ class _Training:
 
     def _samples(self, groups: Sequence[Group], step: int) -> list[Sample]:
         version = step - 1
-        oldest = version - self.env.produce.max_staleness if self.env.produce.staleness == "token" else None
-        advantages = []
+        advantages, oldest = [], list[int | None]()
         for group in groups:
+            produce = overridden(self.env.produce, self.env.runner(group.prompt.source).produce)
+            oldest.append(version - produce.max_staleness if produce.staleness == "token" else None)
             rewards = {n: e.reward.value for n, e in group.episodes.items() if e.reward is not None}
             baseline = frozenset(n for n in rewards if group.episodes[n].in_baseline)
             advantages.append(self.algorithm.advantages(rewards, baseline))

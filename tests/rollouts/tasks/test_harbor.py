@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.tasks.files import JsonlTasks
 from loopwright.rollouts.tasks.harbor import cache as harbor_cache
 from loopwright.rollouts.tasks.harbor.dockerfile import read_layout
@@ -290,7 +291,7 @@ def test_tasks_without_tests_are_refused(tmp_path):
 def test_held_out_tasks_without_tests_are_refused(tmp_path):
     write(tmp_path / "set/a")
     write(tmp_path / "held/b", test=None)
-    remote, held_out = {"type": "remote", "command": ["true"]}, [HarborTasks(path="held")]
+    remote, held_out = {"type": "remote", "command": ["true"]}, EvalConfig(tasks=(HarborTasks(path="held"),))
     (problem,) = rollout(loop=remote).problems(tmp_path, held_out)
     assert "task b cannot be judged: its directory has no tests/test.sh" in problem.message
 

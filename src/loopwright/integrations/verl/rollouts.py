@@ -82,6 +82,9 @@ class VerlRollouts:
             raise ValueError(f'run {config.name!r} has no loop = {{ type = "remote", ... }}')
         if rollout.loop.workers:
             raise ValueError("`workers` of the loop must be 0 here: verl has its own workers (rollout.agent)")
+        for name, own in rollout.settings().items():
+            if own.loop != rollout.loop or own.judger != rollout.judger or own.sampling is not None:
+                raise ValueError(f"tasks, {name}: own loops, judgers and sampling do not work here; verl has the tasks")
         self.config = rollout.loop
         settings = engine.model_dump(include=set(EngineConfig.model_fields) - {"type"})
         engine_config = EngineConfig(type="verl", **settings)
@@ -90,8 +93,10 @@ class VerlRollouts:
             return VerlEngine(servers, tokenizer, engine_config)
 
         host = _host(config.gateway or EmbeddedGatewayConfig(), build_engine, scenario_dir)
+        tested = [rollout.loop] if "verifier" in rollout.judger.required_evidence() else []
+        run_id = f"verl-{uuid4().hex}"
         self._pool = build_remote_pool(
-            rollout, rollout.loop, host, scenario_dir, run=config.name, run_id=f"verl-{uuid4().hex}"
+            {"": rollout.loop}, host, scenario_dir, tested=tested, run=config.name, run_id=run_id
         )
         self._judger = build_judger_client(rollout.judger, scenario_dir)
         self._slots = asyncio.Semaphore(self.config.concurrency)

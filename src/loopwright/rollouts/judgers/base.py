@@ -137,6 +137,17 @@ class JudgerConfig(PlacementConfig):
         """A problem for each data source of the tasks that it cannot judge."""
         return []
 
+    def members(self) -> "dict[str, JudgerConfig]":
+        """The judgers that it consists of, by their keys."""
+        return {}
+
+    def placements(self, name: str) -> "dict[str, JudgerConfig]":
+        """What has workers of its own, by its name in messages: the judger, or some that it consists of."""
+        members = self.members().items()
+        return {name: self} | {
+            path: part for key, member in members for path, part in member.placements(f"{name} {key}").items()
+        }
+
     def required_evidence(self) -> set[str]:
         """The names of the evidence that a loop must record for it."""
         return set()

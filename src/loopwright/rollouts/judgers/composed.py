@@ -21,7 +21,7 @@ from loopwright.rollouts.judgers.base import (
     Payload,
     Verdict,
 )
-from loopwright.rollouts.judgers.guard import Guard, GuardedJudger, build_judger
+from loopwright.rollouts.judgers.guard import BuildPart, Guard, GuardedJudger, build_judger
 from loopwright.rollouts.judgers.python import UserFunction
 from loopwright.rollouts.judgers.verdict_parsing import add_rewards, as_reward
 
@@ -53,8 +53,10 @@ class ComposedJudgerConfig(JudgerConfig):
             if self.merge is not None and self.parts[labels.index(label)].weight != 1.0:
                 raise ValueError(f"part {label!r} has a weight, but `merge` combines the parts; weigh it there")
         for member in self.members().values():
-            if member.workers:
-                raise ValueError(f"{member.label()!r} has `workers`; set them on the composed judger instead")
+            if self.workers and any(part.workers for part in member.placements("").values()):
+                raise ValueError(
+                    f"{member.label()!r} has `workers`, and so has the composed judger; set them on one of the two"
+                )
         return self
 
     def members(self) -> dict[str, JudgerConfig]:
@@ -108,7 +110,8 @@ class ComposedJudgerConfig(JudgerConfig):
         return max(member.total_timeout_s() for member in self.members().values()) + merge_s
 
     def capacity(self) -> int:
-        return min(self.concurrency, *(member.capacity() for member in self.members().values()))
+        members = self.members().values()
+        return min(self.concurrency, *(member.capacity() * max(1, member.workers) for member in members))
 
 
 class ComposedJudger(GroupJudger):
@@ -119,12 +122,16 @@ class ComposedJudger(GroupJudger):
     combines = True
 
     @classmethod
-    def build(cls, config: ComposedJudgerConfig, scenario_dir: Path) -> BaseJudger:
-        return (RoutedJudger if config.routes else cls)(config, scenario_dir)
+    def build(
+        cls, config: ComposedJudgerConfig, scenario_dir: Path, build_part: BuildPart = build_judger
+    ) -> BaseJudger:
+        return (RoutedJudger if config.routes else cls)(config, scenario_dir, build_part)
 
-    def __init__(self, config: ComposedJudgerConfig, scenario_dir: Path = Path()) -> None:
+    def __init__(
+        self, config: ComposedJudgerConfig, scenario_dir: Path = Path(), build_part: BuildPart = build_judger
+    ) -> None:
         super().__init__(config, scenario_dir)
-        parts = [build_judger(part, scenario_dir) for part in config.members().values()]
+        parts = [build_part(part, scenario_dir) for part in config.members().values()]
         self._parts = {part.config.label(): part for part in parts}
         self.needs = tuple(dict.fromkeys(need for part in parts for need in part.needs))
         self.compares = any(part.compares for part in parts)
@@ -167,9 +174,11 @@ class RoutedJudger(GroupJudger):
     config: ComposedJudgerConfig
     combines = True
 
-    def __init__(self, config: ComposedJudgerConfig, scenario_dir: Path = Path()) -> None:
+    def __init__(
+        self, config: ComposedJudgerConfig, scenario_dir: Path = Path(), build_part: BuildPart = build_judger
+    ) -> None:
         super().__init__(config, scenario_dir)
-        judgers = [build_judger(judger, scenario_dir) for judger in config.members().values()]
+        judgers = [build_part(judger, scenario_dir) for judger in config.members().values()]
         self._routes = dict(zip(config.routes, judgers, strict=True))
         self.needs = tuple(dict.fromkeys([*(need for judger in judgers for need in judger.needs), "data_source"]))
         self.compares = any(judger.compares for judger in judgers)

@@ -276,9 +276,17 @@ def guard_judger(judger: BaseJudger, rng: Random | None = None) -> GuardedJudger
     raise TypeError(f"{type(judger).__name__} must be a subclass of Judger, BatchJudger or GroupJudger")
 
 
-def build_judger(config: JudgerConfig, scenario_dir: Path, rng: Random | None = None) -> GuardedJudger:
-    """The judger of a config, behind its guard."""
-    return guard_judger(judgers.get(config.type).build(config, scenario_dir), rng)
+BuildPart = Callable[[JudgerConfig, Path], GuardedJudger]
+"""Builds a judger that another one consists of."""
+
+
+def build_judger(
+    config: JudgerConfig, scenario_dir: Path, rng: Random | None = None, *, build_part: BuildPart | None = None
+) -> GuardedJudger:
+    """The judger of a config, behind its guard. `build_part` builds those that it consists of, if it combines any."""
+    judger_class: Any = judgers.get(config.type)
+    parts = {} if build_part is None else {"build_part": build_part}
+    return guard_judger(judger_class.build(config, scenario_dir, **parts), rng)
 
 
 def _describe(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from loopwright.rollouts.judgers.base import (
     Payload,
     Verdict,
 )
-from loopwright.rollouts.judgers.guard import GuardedJudger, build_judger
+from loopwright.rollouts.judgers.guard import BuildPart, GuardedJudger, build_judger
 from loopwright.rollouts.judgers.python import UserFunction
 from loopwright.rollouts.judgers.verdict_parsing import as_reward, check_entries
 
@@ -41,7 +41,12 @@ class RankingJudgerConfig(JudgerConfig):
     def _check_one_source(self) -> Self:
         if (self.function is None) == (self.of is None):
             raise ValueError("a ranking judger has either a `function` or another judger to rank, `of`")
+        if self.of is not None and self.workers and any(part.workers for part in self.of.placements("").values()):
+            raise ValueError("`of` has `workers`, and so has the ranking judger; set them on one of the two")
         return self
+
+    def members(self) -> dict[str, JudgerConfig]:
+        return {} if self.of is None else {"of": self.of}
 
     def label(self) -> str:
         return self.name or (self.function or "").rpartition(":")[2].rpartition(".")[2] or self.type
@@ -69,7 +74,9 @@ class RankingJudgerConfig(JudgerConfig):
         return super().total_timeout_s() if self.of is None else self.of.total_timeout_s()
 
     def capacity(self) -> int:
-        return self.concurrency if self.of is None else min(self.concurrency, self.of.capacity())
+        if self.of is None:
+            return self.concurrency
+        return min(self.concurrency, self.of.capacity() * max(1, self.of.workers))
 
 
 class RankingJudger(GroupJudger):
@@ -79,9 +86,9 @@ class RankingJudger(GroupJudger):
     combines = True
 
     @classmethod
-    def build(cls, config: RankingJudgerConfig, scenario_dir: Path) -> BaseJudger:
+    def build(cls, config: RankingJudgerConfig, scenario_dir: Path, build_part: BuildPart = build_judger) -> BaseJudger:
         if config.of is not None:
-            return cls(config, build_judger(config.of, scenario_dir))
+            return cls(config, build_part(config.of, scenario_dir))
         threads = config.concurrency
         return RankingFunctionJudger(config, UserFunction.load(str(config.function), scenario_dir, threads=threads))
 

@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import Problem
 from loopwright.core.outcome import Outcome
-from loopwright.core.registry import Registry
+from loopwright.core.registry import Registry, config_parser
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
@@ -22,6 +22,8 @@ class LoopConfig(PlacementConfig):
 
     evidence: ClassVar[tuple[str, ...]] = ()
     """The names of the evidence that its episodes contain for judgers."""
+    through_gateway: ClassVar[bool] = False
+    """Whether its agents sample through a gateway, so that it needs no engine of its own."""
     type: str
     sampling: Sampling = Sampling()
     """How the policy is sampled."""
@@ -125,6 +127,9 @@ loops: Registry[type[Loop]] = Registry("agent loop", "loopwright.loops", Loop)
 loops.add("single_turn", SingleTurn)
 loops.add_lazily("tools", "loopwright.rollouts.loops.tools:ToolLoop")
 loops.add_lazily("remote", "loopwright.rollouts.remote.config:RemoteLoop")
+
+AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(config_parser(loops))]
+"""A config field for a loop of any type."""
 
 
 def agent_loop(config: LoopConfig, scenario_dir: Path) -> AgentLoop:

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from loopwright.core.config import overridden
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import OUT_OF_TIME, Fault, Outcome
 from loopwright.core.task import Task
@@ -35,27 +37,37 @@ class RolloutRequest:
     sampling: Sampling | None = None
     trial: int | None = None
     """The number of the trial that it is an attempt of."""
+    loop: str = ""
+    """The name of its loop, among the loops of a run; empty for the run's own."""
 
     def merge_sampling(self, default: Sampling) -> Sampling:
         """The loop's sampling, overridden by what the request sets."""
-        own = self.sampling
-        return default if own is None else default.model_copy(update=own.model_dump(include=own.model_fields_set))
+        return overridden(default, self.sampling)
 
 
 class LoopWorker(Worker):
-    """Runs a rollout and returns its episode; exceptions of the loop become failed episodes."""
+    """Runs a rollout and returns its episode; exceptions of the loop become failed episodes.
 
-    def __init__(self, loop: AgentLoop, engine: Engine) -> None:
-        self._loop, self._engine = loop, engine
+    It may have several loops by name, for different sources of tasks, over one engine.
+    """
+
+    def __init__(self, loop: AgentLoop | Mapping[str, AgentLoop], engine: Engine) -> None:
+        self._loops = loop if isinstance(loop, Mapping) else {"": loop}
+        self._engine = engine
         self._warned = False
 
     @classmethod
-    def build(cls, loop: LoopConfig, engine: EngineConfig, scenario_dir: Path) -> "LoopWorker":
-        """Build the loop and the engine from their configs, in the process where they run."""
-        return cls(agent_loop(loop, scenario_dir), engines.get(engine.type)(engine, scenario_dir))
+    def build(
+        cls, loop: LoopConfig | Mapping[str, LoopConfig], engine: EngineConfig, scenario_dir: Path
+    ) -> "LoopWorker":
+        """Build the loops and the engine from their configs, in the process where they run."""
+        configs = loop if isinstance(loop, Mapping) else {"": loop}
+        loops = {name: agent_loop(config, scenario_dir) for name, config in configs.items()}
+        return cls(loops, engines.get(engine.type)(engine, scenario_dir))
 
     async def handle(self, request: RolloutRequest) -> Episode:
-        config, call = self._loop.config, current_call.get() or WatchedCall()
+        loop = self._loops[request.loop]
+        config, call = loop.config, current_call.get() or WatchedCall()
         engine, sampling = self._engine.for_session(request.seed), request.merge_sampling(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
         deadline = PolicyDeadline(session, config.deadline_s)
@@ -63,12 +75,12 @@ class LoopWorker(Worker):
         try:
             async with deadline:
                 # A copy, so that what the loop does to its task does not reach the judger.
-                answer = await contain_failures(self._loop.run(deepcopy(request.task), session))
-            episode = self._checked(answer, request.task)
+                answer = await contain_failures(loop.run(deepcopy(request.task), session))
+            episode = self._checked(answer, request.task, loop)
         except Exception as error:  # noqa: BLE001  a user's loop may raise anything
             if isinstance(error, TimeoutError) and deadline.expired_at is not None:
                 if call.blocked_s_until_now() >= config.deadline_s / 2:
-                    return self._blocked(request.task, session, call)
+                    return _blocked(request.task, session, call, loop)
                 return _timed_out(session, request.task, deadline)
             for cause in _causes(error):
                 if isinstance(cause, BudgetSpent | ContextFull):
@@ -79,41 +91,34 @@ class LoopWorker(Worker):
         finally:
             call.on_stall.remove(deadline.postpone)
         if deadline.is_over and call.blocked_s_until_now() >= BLOCKED_S:
-            return self._blocked(request.task, session, call)
+            return _blocked(request.task, session, call, loop)
         return episode
 
-    def _checked(self, answer: object, task: Task) -> Episode:
+    def _checked(self, answer: object, task: Task, loop: AgentLoop) -> Episode:
         """What the loop returned, with the task that it was given, and without a reward."""
         if not isinstance(answer, Episode):
             kind = type(answer).__name__
-            raise TypeError(f"{self.describe_calls()} returned a {kind} instead of an Episode")
+            raise TypeError(f"{type(loop).__name__}.run returned a {kind} instead of an Episode")
         if answer.task != task:
             if not self._warned:
                 self._warned = True
-                log.warning("%s changes its task; judgers see the original one", self.describe_calls())
+                log.warning("%s.run changes its task; judgers see the original one", type(loop).__name__)
             answer = replace(answer, task=task)
         if answer.reward is not None:  # only judgers give rewards: a loop's own must not survive a fault
             return replace(answer, reward=None, trainable=False, in_baseline=False)
         return answer
 
-    def _blocked(self, task: Task, session: Session, call: WatchedCall) -> Episode:
-        reason = (
-            f"not finished within {self._loop.config.deadline_s:g} s; {self.describe_calls()} blocked the event loop "
-            f"for {call.blocked_s_until_now():.1f} s. Use `await asyncio.to_thread(...)` for code that blocks"
-        )
-        return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
-
     def describe_calls(self) -> str:
-        return f"{type(self._loop).__name__}.run"
+        return " or ".join(dict.fromkeys(f"{type(loop).__name__}.run" for loop in self._loops.values()))
 
     async def apply_update(self, update: WeightUpdate) -> int:
         return await apply_update(self._engine, update)
 
     async def close(self) -> None:
-        try:
-            await self._loop.close()
-        finally:
-            await self._engine.close()
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(self._engine.close)
+            for loop in self._loops.values():
+                closing.push_async_callback(loop.close)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -199,6 +204,14 @@ class PolicyDeadline:
             return
         self.expired_at, self.engine_failure = now, engine_failure
         self._timeout.reschedule(now)
+
+
+def _blocked(task: Task, session: Session, call: WatchedCall, loop: AgentLoop) -> Episode:
+    reason = (
+        f"not finished within {loop.config.deadline_s:g} s; {type(loop).__name__}.run blocked the event loop "
+        f"for {call.blocked_s_until_now():.1f} s. Use `await asyncio.to_thread(...)` for code that blocks"
+    )
+    return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
 
 
 def _timed_out(session: Session, task: Task, deadline: PolicyDeadline) -> Episode:

@@ -54,6 +54,7 @@ class RemoteConfig(LoopConfig):
     """Somebody else's agent, recorded by the gateway that its base URL leads to."""
 
     evidence: ClassVar[tuple[str, ...]] = ("agent", "verifier")
+    through_gateway: ClassVar[bool] = True
     type: Literal["remote"] = "remote"
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
     """The agent's program and its arguments as a list; no shell is involved. `{instruction}`, `{id}`, `{task_path}`,

@@ -31,6 +31,11 @@ class RemoteRequest:
     on_workspace: WorkspaceHook | None = None
     """Inspects the workspace before it is deleted."""
 
+    @property
+    def loop(self) -> str:
+        """The name of its loop."""
+        return self.request.loop
+
 
 class RemoteWorker(Worker):
     """Turns requests into episodes. The processes of a rollout end with it, even if this process is killed.

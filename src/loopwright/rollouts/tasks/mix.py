@@ -1,8 +1,9 @@
 """The task mix: in which order prompts are drawn. Sources share each batch by weight, each in seeded epochs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from hashlib import blake2b
 from math import lcm
 from pathlib import Path
@@ -29,6 +30,11 @@ class Prompt:
         return {"source": self.source, "index": self.index, "task": self.task.id}
 
 
+def held_out_name(source: TasksConfig) -> str:
+    """The name of a source whose tasks are only for evaluation."""
+    return f"eval:{source.label()}"
+
+
 class TaskMix:
     """Draws prompts from several sources so that each has had its share at any moment, to within one prompt.
 
@@ -45,8 +51,8 @@ class TaskMix:
         fractions = {name: Fraction(str((weights or {}).get(name, 1.0))) for name in sources}
         denominator = lcm(*(weight.denominator for weight in fractions.values()))
         self._sources, self._seed, self._held_out = sources, seed, held_out or {}
-        self._weights = {name: int(weight * denominator) for name, weight in fractions.items()}
-        self._total_weight = sum(self._weights.values())
+        self.weights = {name: int(weight * denominator) for name, weight in fractions.items()}
+        """The share of each source, as whole numbers."""
         self._draws = dict.fromkeys(sources, 0)
         self.skipped: Mapping[str, str] = {}
         """The tasks that the sources have but nobody can attempt here, and why."""
@@ -59,21 +65,23 @@ class TaskMix:
         seed: int,
         scenario_dir: Path,
         held_out: Sequence[TasksConfig] = (),
-        refusal: Callable[[Task], str] = lambda _: "",
+        refusal: Callable[[str, Task], str] = lambda *_: "",
     ) -> "TaskMix":
-        """The mix of these sources, without the tasks for which there is a refusal.
+        """The mix of these sources, without the tasks for which there is a refusal, given their source's name.
 
         The held-out ones are for evaluation and never drawn.
         """
         named = {config.label(): config for config in configs}
-        named |= {f"eval:{config.label()}": config for config in held_out}
-        selections = {name: select_tasks(config, scenario_dir, refusal) for name, config in named.items()}
+        named |= {held_out_name(config): config for config in held_out}
+        selections = {
+            name: select_tasks(config, scenario_dir, partial(refusal, name)) for name, config in named.items()
+        }
         sources = {name: tasks for name, (tasks, _) in selections.items()}
         mix = cls(
             {config.label(): sources[config.label()] for config in configs},
             {config.label(): config.weight for config in configs},
             seed,
-            {f"eval:{config.label()}": sources[f"eval:{config.label()}"] for config in held_out},
+            {name: sources[name] for name in map(held_out_name, held_out)},
         )
         mix.skipped = {f"{name}: {id}": why for name, (_, bad) in selections.items() for id, why in bad.items()}
         return mix
@@ -82,13 +90,10 @@ class TaskMix:
         """Continue after this many draws from each source."""
         self._draws.update({name: count for name, count in draws.items() if name in self._draws})
 
-    def draw(self) -> Prompt:
-        """The next prompt."""
-        # Earliest deadline first: of the sources whose share allows another prompt now, the one that is due soonest.
-        # It keeps all within one of their shares; taking the one that is furthest behind does not.
-        now, total = sum(self._draws.values()), self._total_weight
-        allowed = [n for n, weight in self._weights.items() if self._draws[n] * total // weight <= now]
-        name = min(allowed, key=lambda n: -(-(self._draws[n] + 1) * total // self._weights[n]))
+    def draw(self, among: Collection[str] | None = None) -> Prompt:
+        """The next prompt, of all sources or among these."""
+        weights = self.weights if among is None else {name: self.weights[name] for name in among}
+        name = next_share(weights, self._draws)
         tasks = self._sources[name]
         epoch, position = divmod(self._draws[name], len(tasks))
         self._draws[name] += 1
@@ -115,14 +120,25 @@ class TaskMix:
         """The prompts that are only for evaluation."""
         return _prompts(self._held_out)
 
-    def fingerprint(self) -> str:
-        """Changes with any task."""
+    def fingerprint(self, among: Collection[str] | None = None) -> str:
+        """Changes with any task, of all sources or of these."""
         digest = blake2b(digest_size=16)
         for name, tasks in [*self._sources.items(), *self._held_out.items()]:
+            if among is not None and name not in among:
+                continue
             digest.update(orjson.dumps((name, len(tasks))))
             for task in tasks:
                 digest.update(orjson.dumps(task.as_json()))
         return digest.hexdigest()
+
+
+def next_share(weights: Mapping[str, int], counts: Mapping[str, int]) -> str:
+    """Whose turn it is, so that each has had its share of all turns at any moment, to within one."""
+    # Earliest deadline first: of those whose share allows another turn now, the one that is due soonest.
+    # It keeps all within one of their shares; taking the one that is furthest behind does not.
+    now, total = sum(counts[name] for name in weights), sum(weights.values())
+    allowed = [name for name, weight in weights.items() if counts[name] * total // weight <= now]
+    return min(allowed, key=lambda name: -(-(counts[name] + 1) * total // weights[name]))
 
 
 def _prompts(sources: Mapping[str, Sequence[Task]]) -> list[Prompt]:

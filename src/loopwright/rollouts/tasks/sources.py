@@ -14,6 +14,10 @@ from loopwright.core.errors import LoopwrightError, Problem, sentence
 from loopwright.core.imports import import_function
 from loopwright.core.registry import Registry, config_parser
 from loopwright.core.task import Task
+from loopwright.engines.base import Sampling
+from loopwright.rollouts.judgers.base import AnyJudger
+from loopwright.rollouts.loops.base import AnyLoop
+from loopwright.rollouts.produce_config import ProduceConfig
 
 
 class TasksError(LoopwrightError, ValueError):
@@ -35,6 +39,15 @@ class TasksConfig(Config, ABC):
     """Its name in tables, and the `data_source` of tasks that have none; without it, the file's or function's name."""
     weight: float = Field(default=1.0, gt=0)
     """Its share of each batch, relative to the other sources."""
+    loop: AnyLoop | None = None
+    """How its tasks are attempted; without it, by the run's loop."""
+    judger: AnyJudger | None = None
+    """How its episodes are judged; without it, by the run's judger, or for held-out tasks by that of `[run.eval]`."""
+    produce: ProduceConfig | None = None
+    """How its groups are produced; keys that are missing here are as in the run's `produce`."""
+    sampling: Sampling | None = None
+    """How the policy is sampled; settings that are missing here are the loop's, or for held-out tasks those of
+    `[run.eval]`."""
 
     @abstractmethod
     def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:

@@ -15,7 +15,6 @@ from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.pools.resources import overlap_problems
-from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import (
     EXTERNAL_ENGINE,
     GATEWAY_HOSTS,
@@ -89,7 +88,7 @@ class RolloutRun(RunKind):
         held_out = self.eval.tasks if self.eval is not None else ()
         eval_problems = self.eval.problems(checker.directory) if self.eval is not None else []
         checker.add_all("[run.eval]", eval_problems)
-        problems = self.rollout.problems(checker.directory, () if eval_problems else held_out)
+        problems = self.rollout.problems(checker.directory, None if eval_problems else self.eval)
         checker.add_all("[run.rollout]", problems)
         if not held_out or eval_problems or problems:
             return
@@ -101,8 +100,13 @@ class RolloutRun(RunKind):
         trial_server = isinstance(self.gateway, TrialServerGatewayConfig)
         if "gateway" in raw and not is_remote(raw):
             checker.add("[run.gateway]", 'has no meaning without loop = { type = "remote" }.')
-        if trial_server and getattr(self.rollout.loop, "server", None) is None:
+        loops = {each.loop_key: each.loop for each in self.rollout.settings(self.eval).values()}
+        if trial_server and any(getattr(loop, "server", None) is None for loop in loops.values()):
             checker.add("[run.gateway] type", '"server" is for loops with `server`, a trial server.')
+        elif isinstance(self.gateway, ExternalGatewayConfig) and is_remote(raw):
+            for key in (key for key, loop in loops.items() if not loop.through_gateway):
+                message = "needs an engine in the run; only remote loops can sample through an external gateway."
+                checker.add_all("[run.rollout]", [Problem(key, message)])
         if trial_server or isinstance(self.gateway, ExternalGatewayConfig):
             if "engine" in raw:
                 whose = "a trial server's" if trial_server else "an external"
@@ -111,19 +115,25 @@ class RolloutRun(RunKind):
             checker.add("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
 
     def _check_placement(self, checker: Checker) -> None:
-        checker.add_all("[run.rollout]", overlap_problems(self.rollout.resource_requests(self.gateway)))
+        checker.add_all("[run.rollout]", overlap_problems(self.rollout.resource_requests(self.gateway, self.eval)))
         if isinstance(checker.system, RayOptions):
             checker.add_all("[run.rollout]", checker.system.problems(self.kind))
         if not self.rollout.engines.workers:
             return
-        if isinstance(self.rollout.loop, RemoteConfig) and not isinstance(self.gateway, RayGatewayConfig):
+        remote = all(each.loop.through_gateway for each in self.rollout.settings(self.eval).values())
+        if remote and not isinstance(self.gateway, RayGatewayConfig):
             message = 'has no meaning with this gateway, which has its own engine; set [run.gateway] type = "ray".'
             checker.add("[run.rollout] engines", message)
 
     def build_env(self, context: BuildContext) -> RolloutEnv:
         held_out = self.eval.tasks if self.eval else ()
+        settings = self.rollout.settings(self.eval)
         tasks = TaskMix.load(
-            self.rollout.tasks, context.agent.seed, context.loaded.directory, held_out, self.rollout.loop.refusal
+            self.rollout.tasks,
+            context.agent.seed,
+            context.loaded.directory,
+            held_out,
+            lambda source, task: settings[source].loop.refusal(task),
         )
         for name, reason in islice(tasks.skipped.items(), _MAX_REASONS):
             log.warning("%s is left out: %s", name, reason)
@@ -131,7 +141,7 @@ class RolloutRun(RunKind):
             log.warning("%d tasks are left out; %d can be attempted", len(tasks.skipped), len(tasks.prompts()))
         book = self.open_book(
             context,
-            fingerprint(self.rollout, self.engine, tasks, context.loaded.directory),
+            fingerprint(self.rollout, self.engine, tasks, context.loaded.directory, self.eval),
             objectives=RolloutEnv.objectives.labels,
             metrics=RolloutEnv.metric_names,
             workload={"type": "rollout"},
@@ -144,6 +154,7 @@ class RolloutRun(RunKind):
                 "loop": self.rollout.loop.model_dump(mode="json"),
                 "judger": self.rollout.judger.model_dump(mode="json"),
                 "produce": self.rollout.produce.model_dump(mode="json"),
+                "sources": {name: own for name, each in settings.items() if (own := each.as_json())},
                 "engine": self.engine.model_dump(mode="json"),
                 "group_size": getattr(context.agent, "group_size", 1),
                 "min_group": getattr(context.agent, "min_size", 1),
@@ -162,7 +173,7 @@ class RolloutRun(RunKind):
         )
 
     def unreachable(self, system: SystemConfig) -> list[Problem]:
-        requests = self.rollout.resource_requests(self.gateway)
+        requests = self.rollout.resource_requests(self.gateway, self.eval)
         options = _ray_options(system) or RaySystem()
         return cluster_problems(requests, options) if requests and options.named_address else []
 
