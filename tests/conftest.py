@@ -23,8 +23,8 @@ def docker_address():
     """A real Docker daemon, for slow tests."""
     if missing := real_docker.missing_tools():
         pytest.skip(f"a Docker daemon needs {', '.join(missing)}")
-    with real_docker.docker_daemon() as address:
-        yield address
+    with real_docker.docker_daemon() as daemon:
+        yield daemon.address
 
 
 @pytest.fixture

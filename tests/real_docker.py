@@ -31,38 +31,63 @@ def base_image():
     return file
 
 
-@contextmanager
-def docker_daemon():
-    """The address of a daemon that has IMAGES. It is stopped by its process id, and its containers with it."""
-    tar = base_image()
-    root = Path(tempfile.mkdtemp(prefix="dockerd-"))  # a socket's path must be short
-    address = f"unix://{root}/docker.sock"
-    places = ["--data-root", root / "data", "--exec-root", root / "exec", "--pidfile", root / "pid"]
-    with (root / "log").open("wb") as log:
-        daemon = subprocess.Popen(["dockerd", "-H", address, *places], stdout=log, stderr=log)
+class DockerDaemon:
+    """A daemon on a socket of its own that has IMAGES, and that can be killed and started again."""
 
-    def docker(*arguments):
-        argv = ["docker", "-H", address, *arguments]
+    def __init__(self):
+        self._root = Path(tempfile.mkdtemp(prefix="dockerd-"))  # a socket's path must be short
+        self.address = f"unix://{self._root}/docker.sock"
+        self._process = None
+
+    def start(self):
+        (self._root / "exec/containerd/containerd.pid").unlink(missing_ok=True)  # of one that was killed
+        places = [
+            "--data-root",
+            self._root / "data",
+            "--exec-root",
+            self._root / "exec",
+            "--pidfile",
+            self._root / "pid",
+        ]
+        with (self._root / "log").open("ab") as log:
+            self._process = subprocess.Popen(["dockerd", "-H", self.address, *places], stdout=log, stderr=log)
+        deadline = time.monotonic() + _START_S
+        while self.docker("version").returncode:
+            is_up = self._process.poll() is None and time.monotonic() < deadline
+            assert is_up, (self._root / "log").read_text()[-2000:]
+            time.sleep(0.2)
+
+    def docker(self, *arguments):
+        argv = ["docker", "-H", self.address, *arguments]
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 
-    try:
-        deadline = time.monotonic() + _START_S
-        while docker("version").returncode:
-            is_up = daemon.poll() is None and time.monotonic() < deadline
-            assert is_up, (root / "log").read_text()[-2000:]
-            time.sleep(0.2)
-        assert docker("import", str(tar), IMAGES[0]).returncode == 0
-        for name in IMAGES[1:]:
-            docker("tag", IMAGES[0], name)
-        yield address
-        if names := docker("ps", "--all", "--quiet").stdout.split():
-            docker("rm", "--force", *names)
-    finally:
-        daemon.terminate()
+    def kill(self):
+        """Its containers stay until it starts again."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self):
+        """By its process id, after its containers."""
+        if names := self.docker("ps", "--all", "--quiet").stdout.split():
+            self.docker("rm", "--force", *names)
+        self._process.terminate()
         try:
-            daemon.wait(30)
+            self._process.wait(30)
         except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()
+            self.kill()
         with suppress(OSError):
-            shutil.rmtree(root)
+            shutil.rmtree(self._root)
+
+
+@contextmanager
+def docker_daemon():
+    """A daemon while this is open."""
+    tar, daemon = base_image(), DockerDaemon()
+    daemon.start()
+    try:
+        assert daemon.docker("import", str(tar), IMAGES[0]).returncode == 0
+        for name in IMAGES[1:]:
+            daemon.docker("tag", IMAGES[0], name)
+        yield daemon
+    finally:
+        daemon.stop()

@@ -31,6 +31,7 @@ class FakeDocker:
         self.requests = []
         self.containers = {}
         """By name: labels, and the process."""
+        self._exit_codes = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(home / "daemon"))
         self._listener.listen()
@@ -100,7 +101,13 @@ class FakeDocker:
             return 0
         code = process.wait()
         self.containers.pop(name, None)
-        return code if code >= 0 else 128 - code
+        self._exit_codes[name] = code if code >= 0 else 128 - code
+        return self._exit_codes[name]
+
+    def _inspect(self, words, stdout, stderr):
+        if "ExitCode" in words[1] and words[2] in self._exit_codes:
+            os.write(stdout, f"exited {self._exit_codes[words[2]]}\n".encode())
+        return 0
 
     def _ps(self, words, stdout, stderr):
         kind, _, value = words[words.index("--filter") + 1].partition("=")

@@ -95,6 +95,14 @@ def test_a_command_may_exit_with_the_code_of_docker_itself(docker, tmp_path):
     assert [done.exit_code for done in harness.run_all(harness.command("exit 125"))] == [125]
 
 
+def test_a_command_whose_client_lost_its_daemon_failed_because_of_the_machine(docker, tmp_path):
+    """Given a container that did not end, although `docker run` did, its sandbox is to blame."""
+    docker._inspect = lambda *_: 1
+    harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker"))
+    with pytest.raises(AssertionError, match="setup_failed"):
+        harness.run_all(harness.command("exit 125"))
+
+
 def test_containers_of_a_killed_process_are_removed(docker, tmp_path):
     """Those of running processes, and of other machines that use the same daemon, are not."""
     own = f"{os.getpid()}-{start_ticks(os.getpid())}"

@@ -138,7 +138,10 @@ class SandboxInstance(ABC):
         return url
 
     def setup_failed(self, completion: Completion) -> bool:
-        """Whether the last command never started because the sandbox could not be set up. Its stderr says why."""
+        """Whether the last command never started because the sandbox could not be set up, or was cut off by its end.
+
+        The command's stderr says why. Call it in a thread.
+        """
         return False
 
     def is_ruined(self) -> bool:

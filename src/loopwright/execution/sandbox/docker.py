@@ -13,7 +13,6 @@ import shlex
 import shutil
 import socket
 import stat
-import subprocess
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -47,8 +46,8 @@ _CHECK_TIMEOUT_S = 10.0
 _PROXY_TIMEOUT_S = 30.0
 _FILTERS_ALL = 25
 """The version of Docker whose own filter denies what ours does (io_uring, vsock), and allows only what it knows."""
-_NOT_STARTED = 125
-"""The exit code of `docker run` if it created no container."""
+_CLIENT_FAILED = 125
+"""The exit code of `docker run` if it created no container, or lost its daemon."""
 _MACHINE, _OWNER = "loopwright.machine", "loopwright.owner"
 """Labels that identify the owner of a container."""
 _VARIABLES = "/run/loopwright-variables"
@@ -108,13 +107,7 @@ class Docker(Sandbox):
         """The daemon's major version."""
         if shutil.which("docker") is None:
             raise SandboxError('sandbox = "docker" needs Docker. Install it (https://docs.docker.com), or use "bwrap".')
-        try:
-            done = run_docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise SandboxError(
-                f'sandbox = "docker": no response from its daemon within {_CHECK_TIMEOUT_S:g} s. '
-                'Restart it, or use "bwrap".'
-            ) from error
+        done = run_docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_TIMEOUT_S)
         if done.returncode:
             raise SandboxError(
                 f'sandbox = "docker": {done.stderr.strip() or "no error message"}. '
@@ -223,6 +216,8 @@ class _Instance(SandboxInstance):
         is_changed = any(path.startswith(_SYSTEM) and path not in {*_OWN_FILES, *self._mounted} for path in paths)
         # Without a container there was no command either; otherwise what cannot be inspected counts as changed.
         failed = done.returncode != 0 and self._id_file(container).exists()
+        if failed and run_docker("version").returncode:
+            raise SandboxError(f"the docker daemon is gone: {done.stderr.strip()}")
         self._inspected, self._changed_system = container, is_changed or failed
 
     @property
@@ -242,8 +237,11 @@ class _Instance(SandboxInstance):
         return len(self._containers) > bool(self._proxy.ports)
 
     def setup_failed(self, completion: Completion) -> bool:
-        # A command may exit with the same code, but then there was a container.
-        return completion.exit_code == _NOT_STARTED and not self._id_file(self._containers[-1]).exists()
+        if completion.exit_code != _CLIENT_FAILED:
+            return False
+        # A command may exit with the same code, but then its container did, too.
+        done = run_docker("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", self._containers[-1])
+        return done.stdout.strip() != f"exited {_CLIENT_FAILED}"
 
     def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
@@ -340,14 +338,16 @@ class _Instance(SandboxInstance):
 
     def close(self) -> None:
         """Remove the containers, with what still runs in them."""
-        self._exceeded_limit = self.exceeded_limit
         if self._proxy_container is not None:
             self._proxy_container.close()
-        if self._containers:
-            run_docker("rm", "--force", "--volumes", *reversed(self._containers))
-        if self._states:
-            run_docker("rmi", "--force", *self._states)
-        remove(self._scratch)
+        try:
+            self._exceeded_limit = self.exceeded_limit
+            if self._containers:
+                run_docker("rm", "--force", "--volumes", *reversed(self._containers))
+            if self._states:
+                run_docker("rmi", "--force", *self._states)
+        finally:
+            remove(self._scratch)
 
     def _new_container(self) -> str:
         self._containers.append(f"{self._name}-{len(self._containers)}")

@@ -86,10 +86,16 @@ def _lock(name: str) -> Iterator[None]:
 
 
 def run_docker(*arguments: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    """Run the `docker` client."""
+    """Run the `docker` client; SandboxError if its daemon does not respond in time."""
     argv = ("docker", *arguments)
     environment = client_environment()
-    return subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False)
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(
+            f'sandbox = "docker": no response from its daemon within {timeout_s:g} s (docker {arguments[0]}). '
+            'Restart it, or use "bwrap".'
+        ) from error
 
 
 def client_environment() -> dict[str, str]:

@@ -131,10 +131,10 @@ class CommandAgent(ExternalAgent):
             completion = await self._executor.run(job.sandbox.wrap(command), lambda _: None)
         except LaunchError as error:
             return AgentExit(str(error), error.infra)
-        if job.sandbox.setup_failed(completion):
+        if await asyncio.to_thread(job.sandbox.setup_failed, completion):
             message = read_tail(job.directory / "stderr", _TAIL_BYTES).strip()[-_MESSAGE_CHARS:]
             is_infra = not await asyncio.to_thread(job.sandbox.is_ruined)  # by an earlier step of the agent
-            return AgentExit(f"the agent's sandbox could not be set up: {message}", infra=is_infra)
+            return AgentExit(f"the agent's sandbox failed: {message}", infra=is_infra)
         if completion.signal is not None:
             reason = job.sandbox.exceeded_limit or signal_name(completion.signal)
             return AgentExit(f"the agent was killed: {reason}", details={"signal": completion.signal})

@@ -14,7 +14,7 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.base import PENALTIES, Sampling
 from loopwright.execution.base import Executor
-from loopwright.execution.sandbox import Sandbox, SandboxInstance
+from loopwright.execution.sandbox import Sandbox, SandboxError, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.gateway.client import CompletedSession, GatewayLost
 from loopwright.gateway.refusal import Refusal
@@ -22,6 +22,7 @@ from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest, engine_too_slow
+from loopwright.rollouts.pools.base import PoolDown
 from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, last_user_message
 from loopwright.rollouts.remote.blame import Blame, TimeLimit, assign_blame
 from loopwright.rollouts.remote.config import RemoteConfig
@@ -88,7 +89,9 @@ class RemoteRollout:
         self._completed: CompletedSession | None = None
 
     async def run(self) -> Episode:
-        """The episode. GatewayLost if the gateway is lost; every other failure is recorded in the episode."""
+        """The episode. GatewayLost if the gateway is lost, PoolDown if there is no sandbox any more, such as after the
+        end of its daemon; every other failure is recorded in the episode.
+        """
         stack = AsyncExitStack()
         stack.push_async_callback(run_in_thread, remove, self._directory)
         stack.push_async_callback(self._release_session)
@@ -99,9 +102,11 @@ class RemoteRollout:
                 raise GatewayLost(str(error)) from error
             reason = f"the gateway restarted without its sessions (start it with --output): {error}"
             return self._episode(None, Blame(Outcome.LOST, Fault.INFRA, reason), {})
-        except GatewayLost:
+        except (GatewayLost, PoolDown):
             raise
         except OSError as error:  # a disk or a sandbox that fails
+            if isinstance(error, SandboxError) and not self._config.workers:
+                await self._check_sandbox()
             return self._episode(None, Blame(Outcome.LOST, Fault.INFRA, str(error)), {})
         except LoopwrightError as error:
             return self._episode(None, Blame(Outcome.CRASHED, Fault.WORKLOAD, str(error)), {})
@@ -132,6 +137,13 @@ class RemoteRollout:
         if reports and prepared is not None:
             evidence["verifier"] = combine_reports(prepared, reports)
         return self._episode(completed, blame, evidence)
+
+    async def _check_sandbox(self) -> None:
+        """PoolDown if no further rollout could open its sandbox either."""
+        try:
+            await asyncio.to_thread(self._context.sandbox.check)
+        except SandboxError as error:
+            raise PoolDown(str(error)) from error
 
     # -- phases -------------------------------------------------------------------------------------------------
 

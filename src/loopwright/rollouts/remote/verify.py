@@ -161,8 +161,8 @@ async def verify(
         timeout_s = min(timeout_s, step.verifier_timeout_s)
         script = TaskScript(f"{_TESTS}/{TEST}", mounts, env, timeout_s, {_TESTS: directory / "tests"}, paths)
         completion = await executor.run(script.command(sandbox, directory, marker), on_start)
-        if sandbox.setup_failed(completion):
-            reason = f"the sandbox for the tests could not be set up: {_output_tail(directory)}"
+        if await asyncio.to_thread(sandbox.setup_failed, completion):
+            reason = f"the sandbox for the tests failed: {_output_tail(directory)}"
             if await asyncio.to_thread(sandbox.is_ruined):
                 return {**FORFEIT, "output": f"{reason} (because of what the agent left in it)"}
             raise SandboxError(reason)

@@ -14,7 +14,7 @@ from loopwright.execution.local.reaper import Reaper
 from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest
-from loopwright.rollouts.pools.base import Worker
+from loopwright.rollouts.pools.base import PoolDown, Worker
 from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import GatewayAccess, SessionOpener
@@ -78,7 +78,7 @@ class RemoteWorker(Worker):
         rollout = RemoteRollout(self._context, sessions, request.request, directory, marker, request.on_workspace)
         try:
             return await rollout.run()
-        except GatewayLost:
+        except (GatewayLost, PoolDown):
             raise
         except Exception as error:  # noqa: BLE001  an agent of the user's may raise anything
             return Episode(request.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, describe_error(error))

@@ -14,6 +14,7 @@ import orjson
 from loopwright.core.errors import StorageError
 from loopwright.gateway.client import GatewayLost
 from loopwright.rollouts.loops.base import describe_error
+from loopwright.rollouts.pools.base import PoolDown
 from loopwright.rollouts.remote.gateway_host import GatewayAccess, GatewayHost
 from loopwright.rollouts.remote.worker import RemoteRequest, RemoteWorker
 from loopwright.rollouts.trial_server.artifacts import Artifacts
@@ -138,7 +139,7 @@ class TrialRunner:
                 "left_off": artifacts.left_off,
             }
             return _Ending("ended", episode.reason, orjson.dumps(result), files)
-        except GatewayLost as error:
+        except (GatewayLost, PoolDown) as error:
             return _Ending("lost", str(error))
         except Exception as error:
             log.exception("trial %s failed", entry.id)
