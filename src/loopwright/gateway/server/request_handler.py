@@ -268,15 +268,18 @@ class RequestHandler:
         if turn_request.return_token_ids:
             writer.prompts = call.prompts()
         notice = _notice(call) if call.record.ignored else {}
-        stream = _EventStream(request, writer, self._config.write_s, notice)
+        stream, data = _EventStream(request, writer, self._config.write_s, notice), b""
         try:
             async with aclosing(call.follow(self._config.keepalive_s)) as follow:
                 async for deltas in follow:
                     start = await stream.open(call)
                     events = [writer.delta(choice, delta) for choice, delta in deltas] or [writer.keepalive()]
-                    await stream.write(start + b"".join(events))
+                    data += start + b"".join(events)
+                    if call.turns is None:  # or the end follows at once
+                        await stream.write(data)
+                        data = b""
             start = await stream.open(call)
-            await stream.write(start + writer.end(await call.result()), is_last=True)
+            await stream.write(data + start + writer.end(await call.result()), is_last=True)
         except ConnectionResetError:  # the client has left, or no longer reads
             if request.transport is not None:
                 request.transport.abort()

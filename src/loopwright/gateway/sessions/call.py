@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _STORED = ("ignored", "branch", "conversation", "has_instructions", "response")
 ChoiceDelta = tuple[int, Delta]
 """The index of a choice, and its next delta."""
+_MIN_GAP_S = 0.02
+"""Deltas that follow others sooner are sent together: a write costs more than what is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class SessionCall:
     _task: asyncio.Task[None] | None = None
     _followers: int = 0
     _waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    _woken_at: float = 0.0
+    _next_wake: asyncio.TimerHandle | None = None
     _abandoned: bool = False
     """Whether we cancelled the task because nobody follows it; others may cancel it, too."""
     _is_delivered: bool = False
@@ -197,6 +201,9 @@ class SessionCall:
             self._waiters.discard(waiter)
 
     def _wake(self) -> None:
+        if self._next_wake is not None:
+            self._next_wake.cancel()
+        self._next_wake, self._woken_at = None, asyncio.get_running_loop().time()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -266,8 +273,14 @@ class SessionCall:
         return session.result(draft)
 
     def _add_delta(self, choice: int, delta: Delta) -> None:
+        """The first delta is sent at once, and those after it when the gap since the last ones is long enough."""
         self.deltas.append((choice, delta))
-        self._wake()
+        if self._next_wake is None:
+            loop = asyncio.get_running_loop()
+            if (left_s := self._woken_at + _MIN_GAP_S - loop.time()) > 0:
+                self._next_wake = loop.call_later(left_s, self._wake)
+            else:
+                self._wake()
 
     # -- the store ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from loopwright.core.task import Message
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.template import ChatTemplate, Continuation, calls_of, text_of
 from loopwright.gateway.sessions.tool_calls import Tool
-from loopwright.gateway.sessions.turn import Ids
+from loopwright.gateway.sessions.turn import Ids, ids_array
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 from loopwright.gateway.sessions.turn_parser import END_THINK, THINK
 
@@ -69,7 +69,8 @@ class Graph:
         self._children: dict[int, list[int]] = {}
         self._notes: dict[int, Verdict] = {}
         """Where the template would have written a sampled turn differently, by the nodes that follow it."""
-        self._latest: tuple[int, Ids] = (0, array("q"))
+        self._latest: tuple[int, int, Ids] = (0, 0, array("q"))
+        """A node, how many ids there are up to its end, and the prompt that started with them."""
         self._latest_placement: tuple[TurnOptions, Placement] | None = None
         self._recent: list[tuple[list[Message], _Context, list[int]]] = []
 
@@ -285,32 +286,34 @@ class Graph:
                 del self._children[parent]
         self._recent = [each for each in self._recent if max(each[2]) < count]
         if self._latest[0] >= count:
-            self._latest = 0, array("q")
+            self._latest = 0, 0, array("q")
         if self._latest_placement is not None and self._latest_placement[1].node >= count:
             self._latest_placement = None
 
     def release(self) -> None:
         """Keep only the nodes, and free what is needed to find them and to add more."""
         self.keys, self._by_key, self._children, self._context_json = {}, {}, {}, (([], {}), "")
-        self._latest, self._recent, self._latest_placement, self._notes = (0, array("q")), [], None, {}
+        self._latest, self._recent, self._latest_placement, self._notes = (0, 0, array("q")), [], None, {}
 
-    def ids(self, number: int) -> Ids:
-        """All ids up to the end of this node; copy them to keep them. Costs what is new since the latest call."""
-        path, (latest, ids) = [], self._latest
+    def ids(self, number: int, opening: Sequence[int] = ()) -> Ids:
+        """All ids up to the end of this node, and the opening of a turn after it. Nobody may change them.
+
+        Only what is new since the latest call is converted, and the rest is copied once, because it is long.
+        """
+        path, (latest, count, ids) = [], self._latest
         node = number
         while node and node != latest:
             path.append(node)
             node = self.nodes[node].parent or 0
-        more = array("q")
-        for each in path[::-1]:
-            more.extend(self.nodes[each].ids)
-        if self.nodes[number].finish is not None:  # a running turn may still grow; a given message never does
-            return ids + more if node == latest else more
-        if node == latest:
-            ids += more
+        new = [*(token for each in path[::-1] for token in self.nodes[each].ids), *opening]
+        if node != latest:
+            ids = ids_array(new)
+        elif (rest := ids[count:].tolist()) == new[: len(rest)]:  # the turn that was opened there
+            ids = ids + ids_array(new[len(rest) :])
         else:
-            ids = more
-        self._latest = number, ids
+            ids = ids[:count] + ids_array(new)
+        if self.nodes[number].finish is None:  # a running turn may still grow; a given message never does
+            self._latest = number, len(ids) - len(opening), ids
         return ids
 
     def _fork(self, last: int, siblings: Sequence[int], node: int, reason: str) -> Verdict:

@@ -70,7 +70,8 @@ class SessionHistory:
     def add(self, call: SessionCall) -> None:
         """Add the turns of a call."""
         node = self._nodes[call.id] = call.drafts[0].node
-        self.records |= dict.fromkeys((draft.node for draft in call.drafts), call.record)
+        for draft in call.drafts:
+            self.records[draft.node] = call.record
         if call.record.conversation:
             self._turns.setdefault(call.record.conversation, []).append(node)
 

@@ -280,10 +280,11 @@ class ModelTemplate(ChatTemplate):
 
     def _prepare(self, message: Message) -> Message:
         """A message as a serving engine gives it to the template: arguments as objects, reasoning by all its names."""
-        protected: Message = self._specials.protect(message)
-        if protected is message and len(message) == 2 and type(message.get("content")) is str:
-            return message  # as most are; a template cannot change it
-        result = dict(protected)
+        role, content = message.get("role"), message.get("content")
+        if len(message) == 2 and type(role) is str and type(content) is str:  # as most are
+            protected = self._specials.protect(content)
+            return message if protected is content else {"role": role, "content": protected}
+        result = dict(self._specials.protect(message))
         if type(result.get("content")) is not str:
             result["content"] = self._specials.protect(text_of(message))
         if calls := result.get("tool_calls"):

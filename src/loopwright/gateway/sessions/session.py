@@ -18,7 +18,7 @@ from loopwright.gateway.sessions.graph import RAW, Graph, Key, copy_message
 from loopwright.gateway.sessions.model_template import template_of
 from loopwright.gateway.sessions.template import ChatTemplate
 from loopwright.gateway.sessions.tool_calls import Tool
-from loopwright.gateway.sessions.turn import Delta, Draft, Turn, check_chunk
+from loopwright.gateway.sessions.turn import Delta, Draft, Turn, check_chunk, ids_array
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 from loopwright.gateway.sessions.turn_parser import THINK, TurnParser
 
@@ -61,7 +61,7 @@ class PromptRenderer:
         """The prompt that a turn after these messages would have in a session of its own."""
         graph = Graph(self.template, forks=self.forks)
         place = graph.place(messages, tools, self.with_thinking(messages, options))
-        return [*graph.ids(place.node), *place.opening]
+        return graph.ids(place.node, place.opening).tolist()
 
     def with_thinking(self, messages: Sequence[Message], options: TurnOptions) -> TurnOptions:
         """With a prefill that starts reasoning, if the model needs it and the turn has no other prefill."""
@@ -150,7 +150,7 @@ class Session:
         count = len(self.graph.nodes)
         try:
             place = self.graph.place(messages, tools, self.prompts.with_thinking(messages, options))
-            prompt = self.graph.ids(place.node) + array("q", place.opening)
+            prompt = self.graph.ids(place.node, place.opening)
             sampling = self._fit_context(sampling, len(prompt), len(place.opening))
         except BaseException:
             self.graph.truncate(count)
@@ -256,7 +256,7 @@ class Session:
             chunk: Chunk | None = None
             rest = sampling.after(len(draft.ids)) if draft.ids else sampling
             # Prompts are long, and most turns are never paused: copied only if necessary.
-            ids = draft.prompt + array("q", draft.ids) if draft.ids else draft.prompt
+            ids = draft.prompt + ids_array(draft.ids) if draft.ids else draft.prompt
             async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
                     check_chunk(chunk)
@@ -331,7 +331,7 @@ class Session:
 
     def prompt_ids(self, draft: Draft) -> tuple[int, ...]:
         """The ids that the engine was given for a turn."""
-        return (*self.graph.ids(draft.parent), *draft.opening)
+        return tuple(self.graph.ids(draft.parent, draft.opening))
 
     def restore(self, nodes: Sequence[tuple[Node, Key | None]], verdicts: Mapping[int, Verdict]) -> None:
         """Continue from what was recorded: nodes, with the keys of those that can be found again."""
@@ -348,7 +348,7 @@ class Session:
         node = self.graph.nodes[number]
         start = len(node.ids) - node.sampled
         opening, parent = node.ids[:start], node.parent or 0
-        prompt = self.graph.ids(parent) + array("q", opening)
+        prompt = self.graph.ids(parent, opening)
         draft = Draft(number, parent, prompt, len(prompt), opening, sampling, seed, verdict, options)
         draft.spans, draft.sampled = list(node.spans), node.sampled
         if self.is_done(draft):

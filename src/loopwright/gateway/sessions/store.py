@@ -255,7 +255,7 @@ def node_statement(session: str, number: int, node: Node, key: Key | None) -> St
         node.parent or 0,
         None if key is None else json.dumps(key) if key[2] else "",
         orjson.dumps(node.message).decode(),
-        array("q", node.ids).tobytes(),
+        struct.pack(f"{len(node.ids)}q", *node.ids),
         struct.pack(f"{len(node.logprobs)}d", *node.logprobs),
         orjson.dumps([(span.start, span.stop, span.version) for span in node.spans]).decode(),
         node.finish,
