@@ -12,8 +12,8 @@ import pytest
 from loopwright.gateway.server.body_worker import LARGE_BYTES, BodyWorker
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.template import FamilyTemplate
-from tests.gateway.clients import asked, chat
-from tests.gateway.harness import Teller, client_of, run, served, user
+from tests.gateway.clients import chat, send
+from tests.gateway.harness import Replier, client_of, run, serve, user
 
 LARGE = "large " * (LARGE_BYTES // 4)
 
@@ -45,9 +45,9 @@ def prepared(monkeypatch):
 @pytest.mark.parametrize("is_known", [True, False])
 def test_t15_a_refused_request_leaves_nothing(tmp_path, text, is_known):
     async def story():
-        engine = Teller(room=500)
+        engine = Replier(room=500)
         engine.max_context = 500 if is_known else None
-        async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open()) as client:
+        async with serve(engine, output=tmp_path) as gateway, client_of(await gateway.open()) as client:
             session = gateway.sessions[client.base_url.path.split("/")[1]]
             await chat(client, [user("before")])
             opened = type("Opened", (), {"served": session})
@@ -62,7 +62,7 @@ def test_t15_a_refused_request_leaves_nothing(tmp_path, text, is_known):
                 await chat(client, [user(text)])
             assert len(engine.calls) == calls
             await chat(client, [user("before"), user("and after")])
-        async with served(Teller(), output=tmp_path) as gateway:
+        async with serve(Replier(), output=tmp_path) as gateway:
             described = (await gateway.open(session.id)).served.describe()
             assert (len(described["turns"]), described["trainable"]) == (2, True)
 
@@ -71,7 +71,7 @@ def test_t15_a_refused_request_leaves_nothing(tmp_path, text, is_known):
 
 def test_t15_a_message_that_cannot_be_rendered_leaves_nothing():
     async def story():
-        async with served() as gateway, client_of(session := await gateway.open()) as client:
+        async with serve() as gateway, client_of(session := await gateway.open()) as client:
             await chat(client, [user("before")])
             before = str(traces(session))
             broken = {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}
@@ -84,9 +84,9 @@ def test_t15_a_message_that_cannot_be_rendered_leaves_nothing():
 
 def test_t15_a_prompt_is_bounded_before_it_is_rendered(monkeypatch):
     async def story():
-        engine = Teller()
+        engine = Replier()
         engine.max_context = 1000
-        async with served(engine) as gateway, client_of(await gateway.open()) as client:
+        async with serve(engine) as gateway, client_of(await gateway.open()) as client:
             await chat(client, [user("before")])
             monkeypatch.setattr(FamilyTemplate, "begin", pytest.fail)
             with pytest.raises(openai.BadRequestError, match=f"but the prompt has {len(LARGE)}"):
@@ -97,9 +97,9 @@ def test_t15_a_prompt_is_bounded_before_it_is_rendered(monkeypatch):
 
 def test_t15_large_bodies_are_prepared_by_the_worker_with_the_same_ids(prepared):
     async def story():
-        engine = Teller("hello")
+        engine = Replier("hello")
         async with (
-            served(engine) as gateway,
+            serve(engine) as gateway,
             client_of(session := await gateway.open()) as client,
             aiohttp.ClientSession() as http,
         ):
@@ -114,7 +114,7 @@ def test_t15_large_bodies_are_prepared_by_the_worker_with_the_same_ids(prepared)
             alone = gateway._serve("alone", SessionConfig()).session
             for messages, (ids, *_) in zip((small, large), engine.calls, strict=False):
                 assert list(alone.draft(messages).prompt) == list(ids)
-            status, counted, _ = await asked(
+            status, counted, _ = await send(
                 http,
                 "POST",
                 f"{session.anthropic_base_url}/v1/messages/count_tokens",
@@ -142,7 +142,7 @@ def test_t15_large_bodies_are_prepared_by_the_worker_with_the_same_ids(prepared)
 )
 def test_t15_what_is_wrong_with_a_large_body_is_said(body, status, message):
     async def story():
-        async with served() as gateway, aiohttp.ClientSession() as http:
+        async with serve() as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()
             before = str(traces(session))
             url, headers = f"{session.openai_base_url}/chat/completions", {"authorization": f"Bearer {session.key}"}
@@ -157,7 +157,7 @@ def test_t15_what_is_wrong_with_a_large_body_is_said(body, status, message):
 
 def test_t15_a_worker_that_dies_is_replaced_and_ends_with_the_gateway(prepared):
     async def story():
-        async with served(Teller("hello")) as gateway, client_of(await gateway.open()) as client:
+        async with serve(Replier("hello")) as gateway, client_of(await gateway.open()) as client:
             worker = gateway._server._handler._worker
             await chat(client, [user(LARGE)])
             first = worker._process
@@ -179,7 +179,7 @@ def test_t15_a_worker_that_dies_is_replaced_and_ends_with_the_gateway(prepared):
 
 def test_t15_a_session_records_no_more_than_it_may():
     async def story():
-        async with served(session_tokens=1000) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(session_tokens=1000) as gateway, client_of(session := await gateway.open()) as client:
             await chat(client, [user("x" * 400)])
             before = str(traces(session))
             for text in ("y" * 900, LARGE):
@@ -193,7 +193,7 @@ def test_t15_a_session_records_no_more_than_it_may():
 
 def test_t15_a_body_that_does_not_arrive_is_not_waited_for():
     async def story():
-        async with served(read_s=0.2) as gateway:
+        async with serve(read_s=0.2) as gateway:
             session = await gateway.open()
             reader, writer = await asyncio.open_connection("127.0.0.1", gateway._server.port)
             head = f"POST /{session.id}/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"

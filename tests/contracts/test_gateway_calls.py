@@ -6,7 +6,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.gateway.harness import ADD, Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.harness import ADD, Replier, call, claude_of, client_of, run, serve, user
 
 FLAT = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
 CLAUDE = [{"name": "add", "input_schema": {"type": "object"}}]
@@ -23,7 +23,7 @@ BROKEN = [
 
 def with_clients(engine, body):
     async def main():
-        async with served(engine) as gateway:
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client, claude_of(session) as claude:
                 await body(session, client, claude)
@@ -51,10 +51,10 @@ def test_t17_a_malformed_call_is_text_in_every_dialect(reply):
             None,
             "stop",
         )
-        asked = {"model": "m", "max_tokens": 999, "tools": CLAUDE, "messages": [user("hi")]}
-        async with claude.messages.stream(**asked) as stream:
+        request = {"model": "m", "max_tokens": 999, "tools": CLAUDE, "messages": [user("hi")]}
+        async with claude.messages.stream(**request) as stream:
             streamed = await stream.get_final_message()
-        for message in (await claude.messages.create(**asked), streamed):
+        for message in (await claude.messages.create(**request), streamed):
             assert [(block.type, block.text) for block in message.content] == [("text", reply)]
             assert message.stop_reason == "end_turn"
         answer = await client.responses.create(model="m", input="hi", tools=FLAT)
@@ -68,7 +68,7 @@ def test_t17_a_malformed_call_is_text_in_every_dialect(reply):
         await chat(client, [user("hi"), {"role": "assistant", "content": reply}, user("no")], tools=[ADD])
         assert kinds(session)[-1] == "exact"
 
-    with_clients(Teller(reply), body)
+    with_clients(Replier(reply), body)
 
 
 def test_t17_results_are_matched_by_id_whatever_their_order():
@@ -84,7 +84,7 @@ def test_t17_results_are_matched_by_id_whatever_their_order():
         assert prompts[1].index(first["content"]) < prompts[1].index(second["content"])
         assert kinds(session) == ["exact"] * 3
 
-    engine = Teller(call(a=1) + call(a=2))
+    engine = Replier(call(a=1) + call(a=2))
     with_clients(engine, body)
 
 
@@ -104,7 +104,7 @@ def test_t17_a_result_of_an_unknown_call_is_refused_in_every_dialect():
             await client.responses.create(model="m", input=[user("hi"), output], tools=FLAT)
         assert len(kinds(session)) == 1, "a refused request leaves nothing"
 
-    with_clients(Teller(), body)
+    with_clients(Replier(), body)
 
 
 def test_t17_calls_are_parsed_only_if_the_request_has_tools():
@@ -112,7 +112,7 @@ def test_t17_calls_are_parsed_only_if_the_request_has_tools():
         choice = (await chat(client, [user("hi")])).choices[0]
         assert (choice.message.content, choice.finish_reason) == (call(a=1), "stop")
 
-    with_clients(Teller(call(a=1)), body)
+    with_clients(Replier(call(a=1)), body)
 
 
 @pytest.mark.parametrize("more", ["", "\nCalling tools:\n[1]"])
@@ -133,7 +133,7 @@ def test_an_agent_that_appends_the_stop_string_continues_its_branch(more):
         prompt = engine.tokenizer.decode(engine.calls[-1][0])
         assert prompt.count(f"<code>\nx = 1\n</code>{more}<|im_end|>\n<|im_start|>user\nObservation") == 2
 
-    engine = Teller("Thought.\n<code>\nx = 1\n</code> and so on")
+    engine = Replier("Thought.\n<code>\nx = 1\n</code> and so on")
     with_clients(engine, body)
 
 
@@ -149,24 +149,24 @@ def test_reasoning_that_is_sent_back_inline_continues_its_branch(inline):
         await chat(client, [user("hi"), {"role": "assistant", "content": inline.replace("hm", "so")}, user("more")])
         assert kinds(session)[-1] == "forked", "other reasoning is another turn"
 
-    with_clients(Teller("<think>\nhm\n</think>\n\nyes"), body)
+    with_clients(Replier("<think>\nhm\n</think>\n\nyes"), body)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_get_a_function_call(stream):
     async def body(session, client, _):
-        asked = {"functions": [FUNCTION], "function_call": {"name": "add"}}
+        request = {"functions": [FUNCTION], "function_call": {"name": "add"}}
         if stream:
             deltas = [
                 chunk.choices[0]
-                async for chunk in await chat(client, [user("hi")], stream=True, **asked)
+                async for chunk in await chat(client, [user("hi")], stream=True, **request)
                 if chunk.choices
             ]
             calls = [choice.delta.function_call for choice in deltas if choice.delta.function_call]
             name, arguments = calls[0].name, "".join(each.arguments for each in calls)
             reason = deltas[-1].finish_reason
         else:
-            (choice,) = (await chat(client, [user("hi")], **asked)).choices
+            (choice,) = (await chat(client, [user("hi")], **request)).choices
             made, reason = choice.message.function_call, choice.finish_reason
             name, arguments = made.name, made.arguments
             assert (choice.message.content, choice.message.tool_calls) == (None, None)
@@ -176,4 +176,4 @@ def test_functions_get_a_function_call(stream):
         await chat(client, [user("hi"), turn, result], functions=[FUNCTION])
         assert kinds(session) == ["exact", "exact"]
 
-    with_clients(Teller(call(a=1)), body)
+    with_clients(Replier(call(a=1)), body)

@@ -10,14 +10,14 @@ import pytest
 from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.clients import chat, streamed, text_of
-from tests.gateway.harness import Teller, client_of, run, served, until, user
+from tests.gateway.harness import Replier, client_of, run, serve, until, user
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_t07_a_disconnecting_client_ends_its_generation(stream):
     async def main():
-        engine = Teller("hello", hold_at=3)
-        async with served(engine) as gateway:
+        engine = Replier("hello", hold_at=3)
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 talk = asyncio.create_task(streamed(client, [user("a")]) if stream else chat(client, [user("a")]))
@@ -35,8 +35,8 @@ def test_t07_a_disconnecting_client_ends_its_generation(stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_t07_a_retry_continues_the_interrupted_turn(stream):
     async def main():
-        engine = Teller("hello", hold_at=3)
-        async with served(engine) as gateway:
+        engine = Replier("hello", hold_at=3)
+        async with serve(engine) as gateway:
             session = await gateway.open()
             retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
             talk = streamed if stream else chat
@@ -60,8 +60,8 @@ def test_t07_a_retry_continues_the_interrupted_turn(stream):
 
 def test_t07_the_sdks_retry_joins_its_cancelled_call():
     async def main():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session, timeout=0.4, max_retries=2) as client:
                 talk = asyncio.create_task(chat(client, [user("a")]))
@@ -78,8 +78,8 @@ def test_t07_the_sdks_retry_joins_its_cancelled_call():
 def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
     async def main():
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
-        engine = Teller("hello", hold_at=2)
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 done = await chat(client, [user("never held")], max_tokens=1)
@@ -88,8 +88,8 @@ def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
                 shutil.copytree(tmp_path, f"{tmp_path}-crash")
                 engine.go.set()
                 await talk
-        engine = Teller("hello")
-        async with served(engine, output=tmp_path.with_name(tmp_path.name + "-crash")) as gateway:
+        engine = Replier("hello")
+        async with serve(engine, output=tmp_path.with_name(tmp_path.name + "-crash")) as gateway:
             session = await gateway.open("t")
             assert session.served.describe()["verdicts"]["broken"] == 1
             async with client_of(session) as client:
@@ -107,7 +107,7 @@ def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
     run(main)
 
 
-class Lingering(Teller):
+class Lingering(Replier):
     """Ends an abandoned stream slowly."""
 
     def __init__(self, *words, **more):
@@ -128,7 +128,7 @@ def test_t07_a_retry_waits_until_the_cancelled_call_has_ended(given_up):
     async def main():
         engine = Lingering("hello", hold_at=3)
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
-        async with served(engine) as gateway:
+        async with serve(engine) as gateway:
             session = await gateway.open(config=SessionConfig(tokens=7))
             async with client_of(session) as client:
                 first = asyncio.create_task(chat(client, [user("a")]))
@@ -155,7 +155,7 @@ def test_t07_a_session_is_closed_once_the_cancelled_call_has_ended():
     async def main():
         engine = Lingering("hello", hold_at=3)
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
-        async with served(engine) as gateway:
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 first = asyncio.create_task(chat(client, [user("a")]))
@@ -175,7 +175,7 @@ def test_t07_a_session_is_closed_once_the_cancelled_call_has_ended():
     run(main)
 
 
-class Moved(Teller):
+class Moved(Replier):
     """Its own time limit cancels it, as in a fleet, and then it continues elsewhere, for ever."""
 
     async def generate(self, ids, sampling, *, seed):
@@ -193,7 +193,7 @@ class Moved(Teller):
 def test_t07_a_call_that_is_moving_to_another_engine_can_be_cancelled():
     async def main():
         engine = Moved()
-        async with served(engine) as gateway:
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 talk = asyncio.create_task(chat(client, [user("a")]))
@@ -209,7 +209,7 @@ def test_t07_a_call_that_is_moving_to_another_engine_can_be_cancelled():
 
 def test_t07_a_call_cancelled_at_once_holds_nothing():
     async def main():
-        async with served(Teller("hello")) as gateway:
+        async with serve(Replier("hello")) as gateway:
             live = (await gateway.open(config=SessionConfig(tokens=6))).served
             dialect = ChatCompletions(live.session.engine.tokenizer, live.config.defaults)
             body, digest = dialect.bodies.read(b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}')
@@ -224,8 +224,8 @@ def test_t07_a_call_cancelled_at_once_holds_nothing():
 
 def test_t07_a_client_that_disconnects_while_waiting_uses_nothing():
     async def main():
-        engine = Teller("hello", hold_at=1)
-        async with served(engine) as gateway:
+        engine = Replier("hello", hold_at=1)
+        async with serve(engine) as gateway:
             session = await gateway.open(config=SessionConfig(concurrency=1, tokens=20, max_tokens=10))
             async with client_of(session) as client:
                 first = asyncio.create_task(chat(client, [user("a")]))

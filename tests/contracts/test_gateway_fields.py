@@ -12,7 +12,7 @@ from loopwright.gateway.dialects.completions import Completions
 from loopwright.gateway.dialects.messages import Messages
 from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.harness import Teller, claude_of, client_of, run, served, user
+from tests.gateway.harness import Replier, claude_of, client_of, run, serve, user
 
 BODIES = {
     "v1/chat/completions": {"messages": [user("hi")]},
@@ -40,7 +40,7 @@ EVERYWHERE = {
 NEUTRAL = (None, 0, {}, [])
 
 
-class Steerable(Teller):
+class Steerable(Replier):
     """An engine that takes all parameters."""
 
     steering = PENALTIES | GUIDES
@@ -56,7 +56,7 @@ async def post(session, path, body):
 @pytest.mark.parametrize("path", BODIES)
 def test_t13_what_cannot_be_honoured_is_refused_by_name(path):
     async def main():
-        async with served() as gateway:
+        async with serve() as gateway:
             session = await gateway.open()
             for name, value in {**EVERYWHERE, **REFUSED[path]}.items():
                 status, _, answer = await post(session, path, {**BODIES[path], name: value})
@@ -70,7 +70,7 @@ def test_t13_what_cannot_be_honoured_is_refused_by_name(path):
 @pytest.mark.parametrize("path", BODIES)
 def test_t13_neutral_values_pass_and_are_not_named(path):
     async def main():
-        async with served() as gateway:
+        async with serve() as gateway:
             session = await gateway.open()
             for value in NEUTRAL:
                 neutral = dict.fromkeys({**EVERYWHERE, **REFUSED[path], "anything": 0}, value)
@@ -85,7 +85,7 @@ def test_t13_neutral_values_pass_and_are_not_named(path):
 def test_t13_unknown_fields_are_recorded_and_named(path, stream, tmp_path):
     async def main():
         unknown = {"from_the_future": {"a": [1]}, "wei\r\nrd": "x" * 5000}
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             session = await gateway.open("s")
             headers = {"authorization": f"Bearer {session.key}"}
             url = f"{session.anthropic_base_url}/{path}"
@@ -95,7 +95,7 @@ def test_t13_unknown_fields_are_recorded_and_named(path, stream, tmp_path):
                 await response.read()
             recorded = {"from_the_future": {"a": [1]}, "wei\r\nrd": "not recorded: 5002 bytes"}
             assert session.served.describe()["turns"][0]["ignored"] == recorded
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             (turn,) = gateway.find("s").describe()["turns"]
             assert turn["ignored"] == recorded, "also after a restart"
 
@@ -106,7 +106,7 @@ def test_t13_unknown_fields_are_recorded_and_named(path, stream, tmp_path):
 def test_t13_sampling_fields_reach_the_engine_and_the_record(path):
     async def main():
         engine = Steerable()
-        async with served(engine) as gateway:
+        async with serve(engine) as gateway:
             session = await gateway.open()
             fields = {name: EVERYWHERE[name] for name in PENALTIES}
             status, ignored, answer = await post(session, path, {**BODIES[path], **fields})
@@ -129,7 +129,7 @@ def test_t13_sampling_fields_reach_the_engine_and_the_record(path):
 
 def test_t13_a_steered_turn_is_context_for_the_turns_that_are_trained():
     async def main():
-        async with served(Steerable()) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(Steerable()) as gateway, client_of(session := await gateway.open()) as client:
             history = [user("hi")]
             for penalty in (0.5, 0):
                 answer = await client.chat.completions.create(model="m", messages=history, presence_penalty=penalty)
@@ -142,7 +142,7 @@ def test_t13_a_steered_turn_is_context_for_the_turns_that_are_trained():
 
 def test_t13_a_bad_bias_or_guide_is_refused_by_name():
     async def main():
-        async with served(Steerable()) as gateway:
+        async with serve(Steerable()) as gateway:
             session = await gateway.open()
             bad = [
                 ("logit_bias", {"258": 1}),
@@ -169,8 +169,8 @@ def test_t13_a_bad_bias_or_guide_is_refused_by_name():
 
 def test_t13_pinned_sampling_is_named():
     async def main():
-        engine = Teller()
-        async with served(engine) as gateway:
+        engine = Replier()
+        async with serve(engine) as gateway:
             session = await gateway.open("s", SessionConfig(sampling=Sampling(temperature=1.0)))
             body = {"messages": [user("a")], "temperature": 0.2, "top_p": 0.5}
             assert (await post(session, "v1/chat/completions", body))[:2] == (200, "temperature")
@@ -181,7 +181,7 @@ def test_t13_pinned_sampling_is_named():
 
 def test_t13_options_of_known_fields_are_named():
     async def main():
-        async with served() as gateway:
+        async with serve() as gateway:
             session = await gateway.open()
             options = {"reasoning": {"effort": "high"}, "text": {"verbosity": "low"}, "truncation": "disabled"}
             assert (await post(session, "v1/responses", {"input": "a", **options}))[1] == "reasoning, text.verbosity"
@@ -205,9 +205,9 @@ class Templated(ByteTokenizer):
 
 def test_t13_arguments_reach_the_chat_template():
     async def main():
-        engine = Teller("hello")
+        engine = Replier("hello")
         engine.tokenizer = Templated()
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             for more in ({}, {"chat_template_kwargs": {"opening": "he"}}):
                 await client.chat.completions.create(model="m", messages=[user("a")], extra_body=more)
             without, with_it = (engine.tokenizer.decode(ids) for ids, *_ in engine.calls)
@@ -219,7 +219,7 @@ def test_t13_arguments_reach_the_chat_template():
 
 def test_t13_fields_of_messages_are_named():
     async def main():
-        async with served() as gateway:
+        async with serve() as gateway:
             session = await gateway.open()
             named = {**user("hi"), "name": "Ada", "annotations": [], "audio": None, "future": {"a": 1}}
             status, ignored, _ = await post(session, "v1/chat/completions", {"messages": [user("a"), named]})
@@ -232,8 +232,8 @@ def test_t13_fields_of_messages_are_named():
 
 def test_t13_continue_final_message_continues_it():
     async def main():
-        engine = Teller("hello")
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier("hello")
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             messages = [user("hi"), {"role": "assistant", "content": "hel"}]
             more = {"continue_final_message": True, "add_generation_prompt": False}
             answer = await client.chat.completions.create(model="m", messages=messages, extra_body=more)
@@ -253,8 +253,8 @@ def test_t13_continue_final_message_continues_it():
 @pytest.mark.parametrize("stream", [False, True])
 def test_t13_token_ids_for_those_who_ask(stream):
     async def main():
-        engine = Teller("hé")
-        async with served(engine) as gateway:
+        engine = Replier("hé")
+        async with serve(engine) as gateway:
             session = await gateway.open()
             more = {"model": "m", "extra_body": {"return_token_ids": True}, "stream": stream}
             async with client_of(session) as client, claude_of(session) as claude:
@@ -319,7 +319,7 @@ def test_t13_a_guided_turn_is_not_continued_in_the_middle():
 
 def test_t13_the_sdk_raises_for_what_is_refused():
     async def main():
-        async with served() as gateway, client_of(await gateway.open()) as client:
+        async with serve() as gateway, client_of(await gateway.open()) as client:
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(model="m", messages=[user("a")], logit_bias={"65": 1})
             assert refused.value.param == "logit_bias"

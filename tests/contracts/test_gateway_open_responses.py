@@ -5,7 +5,7 @@ import json
 import aiohttp
 import pytest
 
-from tests.gateway.harness import Teller, call, client_of, run, served
+from tests.gateway.harness import Replier, call, client_of, run, serve
 
 REQUIRED = {
     *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id"),
@@ -86,7 +86,7 @@ async def post(session, body):
 @pytest.mark.parametrize("case", CASES)
 def test_t13_open_responses(case):
     async def main():
-        async with served(Teller(says)) as gateway:
+        async with serve(Replier(says)) as gateway:
             status, response = await post(await gateway.open(), CASES[case])
             assert status == 200
             check_response(response)
@@ -103,7 +103,7 @@ def test_t13_open_responses(case):
 @pytest.mark.parametrize("case", CASES)
 def test_t13_open_responses_streamed(case):
     async def main():
-        async with served(Teller(says)) as gateway:
+        async with serve(Replier(says)) as gateway:
             session = await gateway.open()
             status, events = await post(session, {**CASES[case], "stream": True})
             _, whole = await post(session, CASES[case])
@@ -136,7 +136,7 @@ def test_t13_open_responses_images_are_refused_clearly():
     items = [{"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, image]}]
 
     async def main():
-        async with served() as gateway:
+        async with serve() as gateway:
             status, answer = await post(await gateway.open(), {"input": items})
             assert status == 400
             assert "images are not supported" in answer["error"]["message"]
@@ -159,7 +159,7 @@ def test_t13_a_response_repeats_what_was_requested():
     }
 
     async def main():
-        async with served() as gateway:
+        async with serve() as gateway:
             _, response = await post(await gateway.open(), {"input": "hi", **asked})
             assert {name: response[name] for name in asked} == asked
 
@@ -192,8 +192,8 @@ def test_t13_custom_tools_and_namespaces_are_functions_for_the_policy(stream):
     first = f"{call('apply_patch', input=PATCH)}{call('agents__spawn', task='x')}{call('shell', a=1)}"
 
     async def main():
-        engine = Teller(lambda prompt: "done" if "<|im_start|>tool" in prompt else first)
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(lambda prompt: "done" if "<|im_start|>tool" in prompt else first)
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             more = {"model": "m", "tools": CODEX_TOOLS}
             items = [{"role": "user", "content": "go"}]
             raw = await client.responses.with_raw_response.create(input=items, stream=stream, **more)
@@ -225,7 +225,7 @@ def test_t13_a_custom_call_that_breaks_off_is_incomplete():
     broken = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Beg'
 
     async def main():
-        async with served(Teller(broken)) as gateway:
+        async with serve(Replier(broken)) as gateway:
             body = {"input": "go", "tools": CODEX_TOOLS, "max_output_tokens": 60}
             _, response = await post(await gateway.open(), body)
             statuses = [item["status"] for item in response["output"] if item["type"] == "custom_tool_call"]
@@ -236,7 +236,7 @@ def test_t13_a_custom_call_that_breaks_off_is_incomplete():
 
 def test_t13_a_client_s_name_for_a_branch_is_recorded():
     async def main():
-        async with served() as gateway, client_of(session := await gateway.open()) as client:
+        async with serve() as gateway, client_of(session := await gateway.open()) as client:
             for headers in ({"thread-id": "child"}, {"x-loopwright-branch": "mine", "thread-id": "child"}, {}):
                 await client.responses.create(model="m", input="hi", extra_headers=headers)
             assert [turn["branch"] for turn in session.served.describe()["turns"]] == ["child", "mine", ""]

@@ -13,7 +13,7 @@ import pytest
 
 from loopwright.engines.tokenizer import ByteTokenizer
 from tests.gateway.clients import COUNTED, chat, followed, serving, slow_engine, spans_of, streamed, text_of
-from tests.gateway.harness import Teller, client_of, run, until, user
+from tests.gateway.harness import Replier, client_of, run, until, user
 from tests.gateway.relay.harness import TOKEN, door, relayed, working
 
 
@@ -143,7 +143,7 @@ def test_t08_without_a_worker_requests_wait_up_to_a_limit():
                     lines = []
                     while lines.count(b": keepalive\n") < 2:
                         lines.append(await stream.content.readline())
-                    async with working(gateway, Teller("hello")):
+                    async with working(gateway, Replier("hello")):
                         assert b"data: [DONE]" in await stream.content.read()
                         assert (await whole).choices[0].message.content == "hello"
         async with relayed(tokenizer=ByteTokenizer(), wait_s=0.2) as gateway, client_of(await gateway.open()) as client:

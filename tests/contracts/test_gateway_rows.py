@@ -11,12 +11,12 @@ import pytest
 from loopwright.core.episode import Episode
 from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.clients import chat, text_of
-from tests.gateway.harness import Teller, client_of, run, served, until, user
+from tests.gateway.harness import Replier, client_of, run, serve, until, user
 
 
 def test_t16_a_row_names_its_nodes_finishes_verdicts_and_sampling():
     async def story():
-        async with served(Teller("hello")) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(Replier("hello")) as gateway, client_of(session := await gateway.open()) as client:
             await chat(client, [user("one")], temperature=0.5)
             await chat(client, [user("one"), {"role": "assistant", "content": "other"}, user("two")], max_tokens=2)
             described = session.served.describe()
@@ -34,8 +34,8 @@ def test_t16_a_row_names_its_nodes_finishes_verdicts_and_sampling():
 
 def test_t16_a_turn_that_was_cut_off_and_repeated_is_marked_and_not_trained():
     async def story():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             stream = await chat(client, [user("hi")], stream=True)
             await engine.held.wait()
             await stream.close()
@@ -72,7 +72,7 @@ async def ask_and_leave(session, *, stream, read):
 @pytest.mark.parametrize("stream", [False, True])
 def test_t16_a_finished_turn_that_never_arrived_and_was_repeated_is_marked_and_not_trained(tmp_path, stream):
     async def story():
-        async with served(Teller("hello"), output=tmp_path) as gateway:
+        async with serve(Replier("hello"), output=tmp_path) as gateway:
             session = await gateway.open("t")
             await ask_and_leave(session, stream=stream, read=50)
             (turn,), (row,) = (session.served.describe()[name] for name in ("turns", "rows"))
@@ -84,7 +84,7 @@ def test_t16_a_finished_turn_that_never_arrived_and_was_repeated_is_marked_and_n
             turns = session.served.describe()["turns"]
             assert [each["abandoned"] for each in turns] == [True, False, False], "answers that arrived count"
             await session.close()
-        async with served(Teller(), output=tmp_path) as gateway:
+        async with serve(Replier(), output=tmp_path) as gateway:
             described = gateway.find("t").verify()
             assert described["turns"] == turns
             assert [row["nodes"][-1] for row in described["rows"]] == [turn["node"] for turn in turns[1:]]
@@ -96,7 +96,7 @@ def test_t16_a_finished_turn_that_never_arrived_and_was_repeated_is_marked_and_n
 
 def test_t16_an_sdk_that_closes_a_stream_early_or_retries_it():
     async def story():
-        async with served(Teller("x" * 2000)) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(Replier("x" * 2000)) as gateway, client_of(session := await gateway.open()) as client:
             stream = await chat(client, [user("hi")], stream=True)
             await until(lambda: session.served.session.verdicts and not session.served.running)
             await stream.close()
@@ -112,8 +112,8 @@ def test_t16_an_sdk_that_closes_a_stream_early_or_retries_it():
 @pytest.mark.parametrize("n", [1, 2])
 def test_t18_a_lost_turn_is_sampled_again_when_the_call_is_repeated(tmp_path, n):
     async def story():
-        engine = Teller("hello", hold_at=1)
-        async with served(engine, output=tmp_path / "before") as gateway:
+        engine = Replier("hello", hold_at=1)
+        async with serve(engine, output=tmp_path / "before") as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 talk = asyncio.create_task(chat(client, [user("hi")], n=n))
@@ -121,7 +121,7 @@ def test_t18_a_lost_turn_is_sampled_again_when_the_call_is_repeated(tmp_path, n)
                 shutil.copytree(tmp_path / "before", tmp_path / "after")  # as a kill would leave it
                 talk.cancel()
                 await asyncio.wait([talk])
-        async with served(Teller("hello"), output=tmp_path / "after") as gateway:
+        async with serve(Replier("hello"), output=tmp_path / "after") as gateway:
             session = await gateway.open("t")
             assert not session.served.describe()["trainable"]
             async with client_of(session) as client:
@@ -131,7 +131,7 @@ def test_t18_a_lost_turn_is_sampled_again_when_the_call_is_repeated(tmp_path, n)
                 assert (described["trainable"], len(described["turns"])) == (True, n)
                 await chat(client, [user("hi")], n=n)
                 assert len(session.served.describe()["turns"]) == 2 * n, "the same call again is another one"
-        async with served(Teller("hello"), output=tmp_path / "after") as gateway:
+        async with serve(Replier("hello"), output=tmp_path / "after") as gateway:
             assert (await gateway.open("t")).served.describe()["trainable"]
 
     run(story)
@@ -139,9 +139,9 @@ def test_t18_a_lost_turn_is_sampled_again_when_the_call_is_repeated(tmp_path, n)
 
 def test_a_turn_may_fill_the_context_unless_something_limits_it():
     async def story():
-        engine = Teller("x" * 900)
+        engine = Replier("x" * 900)
         engine.max_context = 600
-        async with served(engine) as gateway:
+        async with serve(engine) as gateway:
             for config, expected in ((SessionConfig(), None), (SessionConfig(max_tokens=7), 7)):
                 async with client_of(await gateway.open(config=config)) as client:
                     usage = (await chat(client, [user("hi")])).usage

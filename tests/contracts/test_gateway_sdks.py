@@ -9,12 +9,12 @@ import pytest
 
 from loopwright.engines.base import ContextFull
 from tests.gateway.clients import chat, followed, streamed, text_of
-from tests.gateway.harness import ADD, Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.harness import ADD, Replier, call, claude_of, client_of, run, serve, user
 
 
 def test_t01_chat_completions_whole_and_streamed():
     async def body():
-        async with served(Teller("grüß dich 😀")) as gateway, client_of(await gateway.open()) as client:
+        async with serve(Replier("grüß dich 😀")) as gateway, client_of(await gateway.open()) as client:
             whole = await chat(client, [user("hi")])
             (choice,) = whole.choices
             assert (choice.message.content, choice.message.role, choice.finish_reason) == (
@@ -39,7 +39,7 @@ def test_t01_chat_completions_whole_and_streamed():
 
 def test_t01_the_synchronous_client():
     async def body():
-        async with served() as gateway:
+        async with serve() as gateway:
             session = await gateway.open()
 
             def talk():
@@ -57,7 +57,7 @@ def test_t01_tools_whole_and_streamed():
     reply = f"Let me see.\n{call(a=1, b='x y')}\n{call('mul', c=[2])}"
 
     async def body():
-        async with served(Teller(reply)) as gateway, client_of(await gateway.open()) as client:
+        async with serve(Replier(reply)) as gateway, client_of(await gateway.open()) as client:
             (choice,) = (await chat(client, [user("hi")], tools=[ADD])).choices
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
             calls = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
@@ -79,7 +79,7 @@ def test_t01_tools_whole_and_streamed():
 @pytest.mark.parametrize("stream", [False, True])
 def test_t01_logprobs_joined_are_the_text(stream):
     async def body():
-        async with served(Teller("añb")) as gateway, client_of(await gateway.open()) as client:
+        async with serve(Replier("añb")) as gateway, client_of(await gateway.open()) as client:
             if stream:
                 chunks = await streamed(client, [user("hi")], logprobs=True, top_logprobs=3)
                 content = [
@@ -100,8 +100,8 @@ def test_t01_logprobs_joined_are_the_text(stream):
 
 def test_t01_n_stop_seed_and_limits():
     async def body():
-        engine = Teller("one two three")
-        async with served(engine) as gateway, client_of(await gateway.open()) as client:
+        engine = Replier("one two three")
+        async with serve(engine) as gateway, client_of(await gateway.open()) as client:
             several = await chat(client, [user("hi")], n=3)
             assert [c.message.content for c in several.choices] == ["one two three"] * 3
             assert len({seed for *_, seed in engine.calls}) == 3
@@ -125,8 +125,8 @@ def test_t01_n_stop_seed_and_limits():
 
 def test_t01_completions():
     async def body():
-        engine = Teller("lo <tool_call>x")
-        async with served(engine) as gateway, client_of(await gateway.open()) as client:
+        engine = Replier("lo <tool_call>x")
+        async with serve(engine) as gateway, client_of(await gateway.open()) as client:
             whole = await client.completions.create(model="m", prompt="hel", logprobs=1, max_tokens=50)
             (choice,) = whole.choices
             assert (choice.text, choice.finish_reason) == ("lo <tool_call>x", "stop")
@@ -143,7 +143,7 @@ def test_t01_completions():
 
 def test_t01_errors_have_the_types_of_the_sdk():
     async def body():
-        async with served(Teller(room=60), body_bytes=5000) as gateway:
+        async with serve(Replier(room=60), body_bytes=5000) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 image = [{"type": "image_url", "image_url": {"url": "data:"}}]
@@ -175,7 +175,7 @@ def test_t01_errors_have_the_types_of_the_sdk():
 
 def test_t01_an_engine_that_fails_in_mid_stream_raises_in_the_sdk():
     async def body():
-        async with served(Teller("hello", fail_at=2)) as gateway:
+        async with serve(Replier("hello", fail_at=2)) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 events = []
@@ -190,7 +190,7 @@ def test_t01_an_engine_that_fails_in_mid_stream_raises_in_the_sdk():
 
 
 def test_t01_a_refusal_after_a_keepalive_has_the_same_error():
-    class Late(Teller):
+    class Late(Replier):
         async def generate(self, ids, sampling, *, seed):
             await asyncio.sleep(0.2)
             raise ContextFull(8, len(ids))
@@ -198,7 +198,7 @@ def test_t01_a_refusal_after_a_keepalive_has_the_same_error():
 
     async def body():
         options = {"model": "m", "max_tokens": 9, "messages": [user("hi")], "stream": True}
-        async with served(Late(), keepalive_s=0.02) as gateway:
+        async with serve(Late(), keepalive_s=0.02) as gateway:
             session = await gateway.open()
             async with client_of(session) as client, claude_of(session) as claude:
                 for create, more in (
@@ -220,7 +220,7 @@ def test_t01_a_refusal_after_a_keepalive_has_the_same_error():
 
 def test_t01_anthropic_and_responses_are_served_too():
     async def body():
-        async with served(Teller(f"Hm. {call(a=1)}")) as gateway:
+        async with serve(Replier(f"Hm. {call(a=1)}")) as gateway:
             session = await gateway.open()
             async with claude_of(session) as claude, client_of(session) as client:
                 asked = {

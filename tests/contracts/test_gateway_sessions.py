@@ -10,49 +10,49 @@ import pytest
 from loopwright.engines.base import Sampling
 from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.clients import asked, chat, streamed, text_of
-from tests.gateway.harness import Teller, client_of, run, served, until, user
+from tests.gateway.clients import chat, send, streamed, text_of
+from tests.gateway.harness import Replier, client_of, run, serve, until, user
 
 
 def test_t05_the_life_of_a_session():
     async def main():
-        async with served() as gateway, aiohttp.ClientSession() as http:
+        async with serve() as gateway, aiohttp.ClientSession() as http:
             url = gateway.address
-            status, session_info, _ = await asked(http, "POST", f"{url}/sessions")
+            status, session_info, _ = await send(http, "POST", f"{url}/sessions")
             assert status == 200
             assert session_info["openai_base_url"] == f"{url}/{session_info['id']}/v1"
-            stolen = await asked(http, "POST", f"{url}/sessions/{session_info['id']}")
+            stolen = await send(http, "POST", f"{url}/sessions/{session_info['id']}")
             assert (stolen[0], session_info["key"] in str(stolen[1])) == (401, False), "a URL alone is not a key"
-            assert (await asked(http, "POST", f"{url}/sessions/{session_info['id']}", key=session_info["key"]))[
+            assert (await send(http, "POST", f"{url}/sessions/{session_info['id']}", key=session_info["key"]))[
                 1
             ] == session_info
-            _, mine, _ = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
-            again = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
+            _, mine, _ = await send(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
+            again = await send(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
             assert again[:2] == (200, mine)
-            other = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 2})
+            other = await send(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 2})
             assert other[0] == 409
             assert mine["key"] not in str(other[1])
             path = f"{url}/sessions/trial-1"
-            assert (await asked(http, "GET", f"{url}/sessions/unknown", key=mine["key"]))[0] == 404
+            assert (await send(http, "GET", f"{url}/sessions/unknown", key=mine["key"]))[0] == 404
             for key in (None, "", "wrong", session_info["key"], mine["key"][:-1]):
                 for method, at in (("GET", path), ("POST", f"{path}/complete"), ("DELETE", path)):
-                    assert (await asked(http, method, at, key=key))[0] == 401
+                    assert (await send(http, method, at, key=key))[0] == 401
                 body = {"model": "m", "messages": [user("x")]}
-                status, refused, headers = await asked(
+                status, refused, headers = await send(
                     http, "POST", f"{url}/trial-1/v1/chat/completions", key=key, json=body
                 )
                 assert (status, headers["x-should-retry"]) == (401, "false")
                 assert refused["error"]["code"] == "invalid_api_key"
-            status, done, _ = await asked(http, "POST", f"{path}/complete", key=mine["key"], json={"reason": "bye"})
+            status, done, _ = await send(http, "POST", f"{path}/complete", key=mine["key"], json={"reason": "bye"})
             assert (status, done["status"], bool(done["snapshot"])) == (200, "complete", True)
-            assert (await asked(http, "POST", f"{path}/complete", key=mine["key"]))[1]["snapshot"] == done["snapshot"]
-            status, refused, headers = await asked(
+            assert (await send(http, "POST", f"{path}/complete", key=mine["key"]))[1]["snapshot"] == done["snapshot"]
+            status, refused, headers = await send(
                 http, "POST", f"{url}/trial-1/v1/chat/completions", key=mine["key"], json=body
             )
             assert (status, headers["x-should-retry"], refused["error"]["code"]) == (409, "false", "session_closed")
-            twice = [asked(http, "DELETE", path, key=mine["key"]) for _ in range(2)]
+            twice = [send(http, "DELETE", path, key=mine["key"]) for _ in range(2)]
             assert {status for status, _, _ in await asyncio.gather(*twice)} <= {200, 404}
-            assert (await asked(http, "GET", path, key=mine["key"]))[0] == 404
+            assert (await send(http, "GET", path, key=mine["key"]))[0] == 404
 
     run(main)
 
@@ -60,7 +60,7 @@ def test_t05_the_life_of_a_session():
 @pytest.mark.parametrize("id", ["..", "%2e%2e", "a%2Fb", "sessions", ".x", "a b", "x" * 129, "healthz", "é"])
 def test_t05_an_id_is_a_plain_word(id):
     async def main():
-        async with served() as gateway, aiohttp.ClientSession() as http:
+        async with serve() as gateway, aiohttp.ClientSession() as http:
             from yarl import URL
 
             async with http.post(URL(f"{gateway.address}/sessions/{id}", encoded=True)) as answer:
@@ -71,16 +71,16 @@ def test_t05_an_id_is_a_plain_word(id):
 
 def test_t05_opening_a_session_needs_the_token_if_there_is_one():
     async def main():
-        async with served(token="a token of the gateway") as gateway, aiohttp.ClientSession() as http:
-            assert (await asked(http, "POST", f"{gateway.address}/sessions"))[0] == 401
-            status, session_info, _ = await asked(
+        async with serve(token="a token of the gateway") as gateway, aiohttp.ClientSession() as http:
+            assert (await send(http, "POST", f"{gateway.address}/sessions"))[0] == 401
+            status, session_info, _ = await send(
                 http, "POST", f"{gateway.address}/sessions", key="a token of the gateway"
             )
             assert status == 200
             path = f"{gateway.address}/sessions/{session_info['id']}"
-            assert (await asked(http, "GET", path, key="a token of the gateway"))[0] == 200
+            assert (await send(http, "GET", path, key="a token of the gateway"))[0] == 200
             chatting = f"{gateway.address}/{session_info['id']}/v1/models"
-            assert (await asked(http, "GET", chatting, key="a token of the gateway"))[0] == 401
+            assert (await send(http, "GET", chatting, key="a token of the gateway"))[0] == 401
 
     run(main)
 
@@ -88,7 +88,7 @@ def test_t05_opening_a_session_needs_the_token_if_there_is_one():
 def test_t05_sessions_expire():
     async def main():
         now = [1000.0]
-        async with served(clock=lambda: now[0], ttl_s=60) as gateway:
+        async with serve(clock=lambda: now[0], ttl_s=60) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 now[0] += 50
@@ -106,8 +106,8 @@ def test_t05_sessions_expire():
 
 def test_t05_quotas_and_pinned_sampling():
     async def main():
-        engine, now = Teller("hello"), [0.0]
-        async with served(engine, clock=lambda: now[0]) as gateway:
+        engine, now = Replier("hello"), [0.0]
+        async with serve(engine, clock=lambda: now[0]) as gateway:
             pinned = SessionConfig(sampling=Sampling(temperature=0.25, max_tokens=4), calls=3, time_s=100)
             async with client_of(await gateway.open(config=pinned), max_retries=2) as client:
                 await chat(client, [user("a")], temperature=1.5, max_tokens=100, top_p=0.5)
@@ -135,7 +135,7 @@ def test_t05_quotas_and_pinned_sampling():
 
 def test_t05_choices_share_a_quota_or_cost_nothing():
     async def main():
-        async with served(Teller("hello")) as gateway:
+        async with serve(Replier("hello")) as gateway:
             async with client_of(await gateway.open(config=SessionConfig(tokens=16))) as client:
                 shared = await chat(client, [user("a")], n=2)
                 assert shared.usage.completion_tokens == 12, "each choice had eight tokens and used six"
@@ -157,8 +157,8 @@ def test_t05_choices_share_a_quota_or_cost_nothing():
 
 def test_t05_quota_held_by_running_calls_is_not_reported_as_used_up():
     async def main():
-        engine = Teller("hello", hold_at=1)
-        async with served(engine) as gateway, client_of(await gateway.open(config=SessionConfig(tokens=100))) as client:
+        engine = Replier("hello", hold_at=1)
+        async with serve(engine) as gateway, client_of(await gateway.open(config=SessionConfig(tokens=100))) as client:
             first = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
             with pytest.raises(
@@ -175,9 +175,9 @@ def test_t05_quota_held_by_running_calls_is_not_reported_as_used_up():
 
 def test_t05_a_retry_gets_the_rest_of_the_quotas():
     async def main():
-        engine, now = Teller("x" * 50, hold_at=1), [0.0]
+        engine, now = Replier("x" * 50, hold_at=1), [0.0]
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
-        async with served(engine, clock=lambda: now[0]) as gateway:
+        async with serve(engine, clock=lambda: now[0]) as gateway:
             session = await gateway.open(config=SessionConfig(tokens=40, time_s=100))
             async with client_of(session) as client:
                 for number in range(4):
@@ -206,7 +206,7 @@ def test_t05_a_retry_gets_the_rest_of_the_quotas():
 def test_t05_a_closed_session_keeps_only_what_can_be_requested():
     async def main():
         now = [0.0]
-        async with served(clock=lambda: now[0], kept_s=100, ttl_s=50) as gateway:
+        async with serve(clock=lambda: now[0], kept_s=100, ttl_s=50) as gateway:
             abandoned, completed = await gateway.open("left"), await gateway.open("done")
             for session in (abandoned, completed):
                 async with client_of(session) as client:
@@ -231,9 +231,9 @@ def test_t05_a_closed_session_keeps_only_what_can_be_requested():
 
 def test_t05_calls_beyond_the_concurrency_wait():
     async def main():
-        engine = Teller("hello", hold_at=1)
+        engine = Replier("hello", hold_at=1)
         async with (
-            served(engine, keepalive_s=0.05) as gateway,
+            serve(engine, keepalive_s=0.05) as gateway,
             client_of(await gateway.open(config=SessionConfig(concurrency=2))) as client,
         ):
             talks = [asyncio.create_task(streamed(client, [user(str(n))])) for n in range(5)]
@@ -252,7 +252,7 @@ def test_t05_calls_beyond_the_concurrency_wait():
 def test_t10_an_unusable_address_is_refused_at_the_start(config):
     async def main():
         with pytest.raises(AdvertiseError):
-            async with served(**config):
+            async with serve(**config):
                 pass
 
     run(main)
@@ -260,7 +260,7 @@ def test_t10_an_unusable_address_is_refused_at_the_start(config):
 
 def test_t10_agents_get_the_advertised_address():
     async def main():
-        async with served(host="0.0.0.0", advertise="http://gpu-box:8400/") as gateway:
+        async with serve(host="0.0.0.0", advertise="http://gpu-box:8400/") as gateway:
             session = await gateway.open()
             assert session.openai_base_url == f"http://gpu-box:8400/{session.id}/v1"
             assert session.anthropic_base_url == f"http://gpu-box:8400/{session.id}"

@@ -5,7 +5,7 @@ import openai
 import pytest
 from anthropic import beta_async_tool
 
-from tests.gateway.harness import Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.harness import Replier, call, claude_of, client_of, run, serve, user
 
 TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 
@@ -36,8 +36,8 @@ def test_t13_anthropic_s_tool_runner_sends_only_what_is_new(stream):
         return str(a + 1)
 
     async def main():
-        engine = Teller(says)
-        async with served(engine) as gateway, claude_of(session := await gateway.open()) as client:
+        engine = Replier(says)
+        async with serve(engine) as gateway, claude_of(session := await gateway.open()) as client:
             runner = client.beta.messages.tool_runner(
                 model="m", max_tokens=200, system="Be brief.", tools=[add], messages=[user("go")], stream=stream
             )
@@ -53,13 +53,13 @@ def test_t13_anthropic_s_tool_runner_sends_only_what_is_new(stream):
 
 def test_t13_a_thread_survives_a_restart_and_replays_what_is_lost(tmp_path):
     async def main():
-        async with served(Teller(says), output=tmp_path) as gateway, claude_of(await gateway.open("s")) as client:
+        async with serve(Replier(says), output=tmp_path) as gateway, claude_of(await gateway.open("s")) as client:
             more = {"model": "m", "max_tokens": 200}
             tool = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
             thread = {"type": "create"}
             first = await client.beta.messages.create(messages=[user("go")], tools=[tool], thread=thread, **more)
-        engine = Teller(says)
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier(says)
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("s")
             async with claude_of(session) as client:
                 (use,) = [block for block in first.content if block.type == "tool_use"]
@@ -86,10 +86,10 @@ def test_t13_a_thread_survives_a_restart_and_replays_what_is_lost(tmp_path):
 def test_t13_previous_response_id_continues_what_was_stored(tmp_path):
     async def main():
         more = {"model": "m", "tools": [TOOL], "instructions": "Be brief."}
-        async with served(Teller(says), output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
+        async with serve(Replier(says), output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
             first = await client.responses.create(input="go", **more)
-        engine = Teller(says)
-        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+        engine = Replier(says)
+        async with serve(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
             (made,) = [item for item in first.output if item.type == "function_call"]
             result = {"type": "function_call_output", "call_id": made.call_id, "output": "2"}
             second = await client.responses.create(input=[result], previous_response_id=first.id, **more)
@@ -117,8 +117,8 @@ def test_t13_item_references_stand_for_what_was_sampled(stream):
 
     async def main():
         first_turn = f"<think>so</think>Hm.{call(a=1)}Done."
-        engine = Teller(lambda prompt: says(prompt) if "<|im_start|>tool" in prompt else first_turn)
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(lambda prompt: says(prompt) if "<|im_start|>tool" in prompt else first_turn)
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             more = {"model": "m", "tools": [TOOL]}
             items = [user("go")]
             first = await client.responses.create(input=items, stream=stream, **more)
@@ -139,12 +139,12 @@ def test_t13_item_references_stand_for_what_was_sampled(stream):
 
 def test_t13_a_conversation_is_continued_turn_by_turn(tmp_path):
     async def main():
-        engine = Teller(lambda prompt: str(prompt.count("<|im_start|>")))
-        async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
+        engine = Replier(lambda prompt: str(prompt.count("<|im_start|>")))
+        async with serve(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
             conversation = await client.conversations.create(metadata={"a": "b"})
             first = await client.responses.create(model="m", input="one", conversation=conversation.id)
             assert (first.output_text, first.conversation.id) == ("1", conversation.id)
-        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+        async with serve(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
             same = {"id": conversation.id}
             second = await client.responses.create(model="m", input="two", conversation=same)
             third = await client.responses.create(model="m", input="three", conversation=same)
@@ -162,8 +162,10 @@ def test_t13_a_conversation_is_continued_turn_by_turn(tmp_path):
 def test_t13_stored_responses_are_retrieved_and_deleted(tmp_path):
     async def main():
         more = {"model": "m", "tools": [TOOL], "instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.5}
-        engine = Teller(lambda prompt: says(prompt) if "<|im_start|>tool" in prompt else f"<think>so</think>{says('')}")
-        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+        engine = Replier(
+            lambda prompt: says(prompt) if "<|im_start|>tool" in prompt else f"<think>so</think>{says('')}"
+        )
+        async with serve(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
             first = await client.responses.create(input="go", **more)
             *_, made = first.output
             result = {"type": "function_call_output", "call_id": made.call_id, "output": "2"}
@@ -171,7 +173,7 @@ def test_t13_stored_responses_are_retrieved_and_deleted(tmp_path):
             other = await client.chat.completions.create(model="m", messages=[user("chat")])
             await client.responses.delete(second.id)
             turns = session.served.describe()["turns"]
-        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+        async with serve(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
             again = await client.responses.retrieve(first.id)
             same = {"id", "created_at", "output", "usage", "status", "model", "instructions", "metadata", "tools"}
             assert again.model_dump(include=same | {"temperature"}) == first.model_dump(include=same | {"temperature"})
@@ -192,8 +194,8 @@ def test_t13_stored_responses_are_retrieved_and_deleted(tmp_path):
 
 def test_t13_the_items_of_a_conversation(tmp_path):
     async def main():
-        engine = Teller(lambda prompt: f"{prompt.count('<|im_start|>')}")
-        async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
+        engine = Replier(lambda prompt: f"{prompt.count('<|im_start|>')}")
+        async with serve(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
             conversations = client.conversations
             id = (await conversations.create(metadata={"a": "b"}, items=[user("one"), user("two")])).id
             (three,) = (await conversations.items.create(id, items=[user("three")])).data
@@ -203,7 +205,7 @@ def test_t13_the_items_of_a_conversation(tmp_path):
             assert (await conversations.update(id, metadata={"c": "d"})).metadata == {"c": "d"}
             gone = (await conversations.create(items=[user("x")])).id
             assert (await conversations.delete(gone)).deleted
-        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+        async with serve(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
             conversations = client.conversations
             items = [item async for item in conversations.items.list(id, limit=2, order="asc")]
             assert [item.content[0].text for item in items] == ["one", "two", "three", "four", "5", "five", "six"]
@@ -233,7 +235,7 @@ def test_t13_the_items_of_a_conversation(tmp_path):
             await conversations.delete(id)
             with pytest.raises(openai.BadRequestError, match=id):
                 await client.responses.create(model="m", input="eight", conversation=id)
-        async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
+        async with serve(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
             with pytest.raises(openai.NotFoundError):
                 await client.conversations.retrieve(id)
 
@@ -242,7 +244,7 @@ def test_t13_the_items_of_a_conversation(tmp_path):
 
 def test_t13_what_a_client_adds_to_conversations_is_bounded():
     async def main():
-        async with served() as gateway, client_of(await gateway.open()) as client:
+        async with serve() as gateway, client_of(await gateway.open()) as client:
             id = (await client.conversations.create()).id
             for _ in range(69):
                 await client.conversations.items.create(id, items=[user("x" * 60_000)])
@@ -257,7 +259,7 @@ def test_t13_a_large_body_may_refer_to_what_is_stored():
     """Which another process prepares, without the session."""
 
     async def main():
-        async with served(Teller(says)) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(Replier(says)) as gateway, client_of(session := await gateway.open()) as client:
             more = {"model": "m", "tools": [TOOL]}
             first = await client.responses.create(input="go", **more)
             (made,) = [item for item in first.output if item.type == "function_call"]
@@ -271,7 +273,7 @@ def test_t13_a_large_body_may_refer_to_what_is_stored():
 
 def test_t13_another_session_s_state_is_out_of_reach():
     async def main():
-        async with served() as gateway:
+        async with serve() as gateway:
             async with client_of(await gateway.open()) as client:
                 first = await client.responses.create(model="m", input="secret")
             async with client_of(await gateway.open()) as client:

@@ -15,13 +15,13 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.store import DiskStore
-from tests.gateway.clients import asked, chat, exact, followed, serving, streamed, text_of
-from tests.gateway.harness import Teller, client_of, run, served, until, user
+from tests.gateway.clients import chat, exact, followed, send, serving, streamed, text_of
+from tests.gateway.harness import Replier, client_of, run, serve, until, user
 
 
 def test_t04_the_intent_is_stored_before_the_engine_is_called(tmp_path):
     async def body():
-        engine, rows = Teller(), []
+        engine, rows = Replier(), []
 
         def look():
             with closing(sqlite3.connect(tmp_path / "gateway.db")) as db, db:
@@ -33,7 +33,7 @@ def test_t04_the_intent_is_stored_before_the_engine_is_called(tmp_path):
                 )
 
         engine.before = look
-        async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open()) as client:
+        async with serve(engine, output=tmp_path) as gateway, client_of(await gateway.open()) as client:
             await chat(client, [user("hi")])
         assert rows == [([(2, None)], (2,))]
 
@@ -44,7 +44,7 @@ def test_t04_the_intent_is_stored_before_the_engine_is_called(tmp_path):
 def test_t04_the_end_is_sent_once_the_turn_is_committed(tmp_path, stream, monkeypatch):
     async def body():
         gate = asyncio.Event()
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             session = await gateway.open()
             write = DiskStore.write
 
@@ -79,13 +79,13 @@ def test_t04_the_end_is_sent_once_the_turn_is_committed(tmp_path, stream, monkey
 
 def test_t04_a_session_continues_after_a_restart(tmp_path):
     async def body():
-        async with served(Teller("one"), output=tmp_path) as gateway:
+        async with serve(Replier("one"), output=tmp_path) as gateway:
             session = await gateway.open("trial-7", SessionConfig(run="r", trial=7, sampling=Sampling(temperature=0.5)))
             async with client_of(session) as client:
                 first = (await chat(client, [user("a")])).choices[0].message
             before = session.episode()
-        engine = Teller("two")
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier("two")
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("trial-7", SessionConfig(run="r", trial=7))
             assert session.episode().nodes == before.nodes
             async with client_of(session) as client:
@@ -95,7 +95,7 @@ def test_t04_a_session_continues_after_a_restart(tmp_path):
             assert len(episode.rows()) == 1
             assert session.served.describe()["verdicts"]["exact"] == 2
             await session.close()
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             live = gateway.find("trial-7")
             assert (live.status, live.episode().nodes) == ("complete", episode.nodes)
 
@@ -175,7 +175,7 @@ def test_t04_killed_under_load_no_committed_turn_is_lost(tmp_path):
 
 def test_t04_a_turn_that_cannot_be_recorded_is_not_answered(tmp_path, monkeypatch):
     async def body():
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             session = await gateway.open()
             write = DiskStore.write
 
@@ -210,8 +210,8 @@ def refusing(gateway, refuses=True):
 @pytest.mark.parametrize("leaves", [False, True])
 def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tmp_path, leaves):
     async def body():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("t", SessionConfig(concurrency=1))
             async with client_of(session) as client:
                 talks = [asyncio.create_task(chat(client, [user("a")]))]
@@ -225,7 +225,7 @@ def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tm
                 await asyncio.gather(*talks, return_exceptions=True)
             verification = session.served.verify()
             assert [turn["sampled_tokens"] for turn in verification["turns"]] == [2, 0]
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             again = gateway.find("t").verify()
             assert (again["snapshot"], again["turns"]) == (verification["snapshot"], verification["turns"])
 
@@ -236,8 +236,8 @@ def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tm
 @pytest.mark.parametrize("closes", [False, True])
 def test_t04_rows_missed_on_a_full_disk_are_written_later(tmp_path, fails, closes):
     async def body():
-        engine = Teller("hello")
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier("hello")
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 await chat(client, [user("before")])
@@ -256,7 +256,7 @@ def test_t04_rows_missed_on_a_full_disk_are_written_later(tmp_path, fails, close
                 shutil.copytree(tmp_path, f"{tmp_path}-killed")
         assert verification["verdicts"]["broken"] == 0
         assert verification["turns"][1]["sampled_tokens"] == (0 if fails == "intent" else 6)
-        async with served(output=tmp_path.with_name(f"{tmp_path.name}-killed")) as gateway:
+        async with serve(output=tmp_path.with_name(f"{tmp_path.name}-killed")) as gateway:
             again = gateway.find("t").verify()
             for part in ("snapshot", "turns", "rows", "status"):
                 assert again[part] == verification[part]
@@ -267,8 +267,8 @@ def test_t04_rows_missed_on_a_full_disk_are_written_later(tmp_path, fails, close
 
 def test_t04_a_retry_missed_on_a_full_disk_is_written_later(tmp_path):
     async def body():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 first = asyncio.create_task(chat(client, [user("a")]))
@@ -279,7 +279,7 @@ def test_t04_a_retry_missed_on_a_full_disk_is_written_later(tmp_path):
                 with pytest.raises(openai.InternalServerError, match="cannot be recorded"):
                     await chat(client, [user("a")], extra_headers={"x-stainless-retry-count": "1"})
             refusing(gateway, False)
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["verdict"], turn["finish"], turn["sampled_tokens"]) == ("exact", "stop", 6)
 
@@ -288,7 +288,7 @@ def test_t04_a_retry_missed_on_a_full_disk_is_written_later(tmp_path):
 
 def test_t04_no_session_is_opened_that_is_not_in_the_store(tmp_path):
     async def body():
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             refusing(gateway)
             for _ in range(2):
                 with pytest.raises(StorageError):
@@ -301,7 +301,7 @@ def test_t04_no_session_is_opened_that_is_not_in_the_store(tmp_path):
             assert gateway.store.rows("SELECT key FROM sessions") == [(session.key,)]
             async with client_of(session) as client:
                 await chat(client, [user("a")])
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             assert (await gateway.open("t")).episode().sampled == 6
 
     run(body)
@@ -309,7 +309,7 @@ def test_t04_no_session_is_opened_that_is_not_in_the_store(tmp_path):
 
 def test_t04_concurrent_opens_of_a_session_wait_for_the_same_write(tmp_path, monkeypatch):
     async def body():
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             gate, write = asyncio.Event(), DiskStore.write
 
             def slow(store, statements):
@@ -330,16 +330,16 @@ def test_t04_concurrent_opens_of_a_session_wait_for_the_same_write(tmp_path, mon
 
 def test_t04_a_session_is_closed_once_it_is_stored_as_closed(tmp_path):
     async def body():
-        async with served(output=tmp_path) as gateway, aiohttp.ClientSession() as http:
+        async with serve(output=tmp_path) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 await chat(client, [user("a")])
             path = f"{gateway.address}/sessions/t/complete"
             refusing(gateway)
             for _ in range(2):
-                assert (await asked(http, "POST", path, key=session.key, json={"reason": "why"}))[0] == 500
+                assert (await send(http, "POST", path, key=session.key, json={"reason": "why"}))[0] == 500
             refusing(gateway, False)
-            status, answer, _ = await asked(http, "POST", path, key=session.key)
+            status, answer, _ = await send(http, "POST", path, key=session.key)
             assert (status, answer["status"], answer["episode"]["reason"]) == (200, "complete", "why")
             rows = gateway.store.rows("SELECT status, snapshot FROM sessions")
             assert rows == [("complete", answer["snapshot"])]
@@ -350,7 +350,7 @@ def test_t04_a_session_is_closed_once_it_is_stored_as_closed(tmp_path):
 def test_t04_a_session_that_could_not_be_closed_does_not_reopen(tmp_path):
     async def body():
         now = [0.0]
-        async with served(output=tmp_path, clock=lambda: now[0], ttl_s=100) as gateway:
+        async with serve(output=tmp_path, clock=lambda: now[0], ttl_s=100) as gateway:
             completed, expired = await gateway.open("c"), await gateway.open("e")
             refusing(gateway)
             with pytest.raises(StorageError):
@@ -369,8 +369,8 @@ def test_t04_a_session_that_could_not_be_closed_does_not_reopen(tmp_path):
 
 def test_t05_closing_continues_when_its_client_disconnects_and_is_idempotent(tmp_path):
     async def body():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine, output=tmp_path) as gateway, aiohttp.ClientSession() as http:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, output=tmp_path) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 talk = asyncio.create_task(chat(client, [user("a")]))
@@ -380,7 +380,7 @@ def test_t05_closing_continues_when_its_client_disconnects_and_is_idempotent(tmp
                 impatient.cancel()
                 path = f"{gateway.address}/sessions/t"
                 ways = ("complete", "complete", "freeze")
-                answers = await asyncio.gather(*(asked(http, "POST", f"{path}/{way}", key=session.key) for way in ways))
+                answers = await asyncio.gather(*(send(http, "POST", f"{path}/{way}", key=session.key) for way in ways))
                 with pytest.raises(openai.ConflictError):
                     await talk
             assert {status for status, _, _ in answers} == {200}
@@ -394,7 +394,7 @@ def test_t05_closing_continues_when_its_client_disconnects_and_is_idempotent(tmp
 
 def test_t05_a_session_can_be_deleted_although_it_cannot_be_written(tmp_path):
     async def body():
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 await chat(client, [user("a")])
@@ -413,8 +413,8 @@ def test_t05_a_session_can_be_deleted_although_it_cannot_be_written(tmp_path):
 
 def test_t05_a_session_is_deleted_also_if_its_client_disconnects():
     async def body():
-        engine = Teller("hello", hold_at=1)
-        async with served(engine) as gateway:
+        engine = Replier("hello", hold_at=1)
+        async with serve(engine) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 talk = asyncio.create_task(chat(client, [user("a")]))
@@ -435,8 +435,8 @@ def test_t05_a_session_is_deleted_also_if_its_client_disconnects():
 @pytest.mark.parametrize("old", [False, True])
 def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tmp_path, old):
     async def body():
-        engine = Teller("hello")
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier("hello")
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 await chat(client, [user("a")])
@@ -447,7 +447,7 @@ def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tm
             assert [turn["verdict"] for turn in before] == ["exact", "broken"]
         if old:
             as_format_2(tmp_path)
-        async with served(Teller("hello"), output=tmp_path) as gateway:
+        async with serve(Replier("hello"), output=tmp_path) as gateway:
             session = await gateway.open("t")
             assert session.served.describe()["turns"] == before
             async with client_of(session) as client:

@@ -4,13 +4,13 @@ import asyncio
 import json
 
 from tests.gateway.clients import chat, exact
-from tests.gateway.harness import ADD, END, Teller, call, client_of, run, served, user
+from tests.gateway.harness import ADD, END, Replier, call, client_of, run, serve, user
 
 
 def test_t02_t03_a_conversation_is_spliced_and_exported_once():
     async def body():
-        engine = Teller(lambda prompt: f"turn {prompt.count('assistant')} {call(b=1, a=2)}")
-        async with served(engine) as gateway:
+        engine = Replier(lambda prompt: f"turn {prompt.count('assistant')} {call(b=1, a=2)}")
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 messages = [user("go")]
@@ -34,8 +34,8 @@ def test_t02_t03_a_conversation_is_spliced_and_exported_once():
 
 def test_t02_verdicts_name_the_difference_and_its_place():
     async def body():
-        engine = Teller("hello there")
-        async with served(engine) as gateway:
+        engine = Replier("hello there")
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 first = (await chat(client, [user("a")], max_tokens=5)).choices[0].message
@@ -56,8 +56,8 @@ def test_t02_verdicts_name_the_difference_and_its_place():
 
 def test_t02_raw_text_continues_from_the_sampled_ids():
     async def body():
-        engine = Teller(lambda prompt: "xyz")
-        async with served(engine) as gateway:
+        engine = Replier(lambda prompt: "xyz")
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 await client.completions.create(model="m", prompt="ab", max_tokens=2)
@@ -81,8 +81,8 @@ def test_t02_raw_text_continues_from_the_sampled_ids():
 
 def test_t03_abandoned_turns_and_sub_agents_are_exported():
     async def body():
-        engine = Teller("hello")
-        async with served(engine) as gateway:
+        engine = Replier("hello")
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 await asyncio.gather(*(chat(client, [user(f"agent {n}")]) for n in range(8)))

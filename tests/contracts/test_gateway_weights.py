@@ -10,7 +10,7 @@ import pytest
 from loopwright.engines.base import EngineError
 from loopwright.engines.fleet import Fleet, FleetSettings
 from tests.gateway.clients import COUNTED, chat, slow_engine, spans_of
-from tests.gateway.harness import Teller, client_of, run, served, user
+from tests.gateway.harness import Replier, client_of, run, serve, user
 from tests.gateway.relay.harness import TOKEN
 
 
@@ -23,7 +23,7 @@ def test_t06_running_calls_are_paused_and_continue_under_the_new_version(count):
             engine = Fleet(FleetSettings(type="fleet"), Path())
             for number, each in enumerate(engines):
                 engine.add(str(number), each)
-        async with served(engine, token=TOKEN, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
+        async with serve(engine, token=TOKEN, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
             admin = {"authorization": f"Bearer {TOKEN}"}
             session = await gateway.open()
             auth = {"authorization": f"Bearer {session.key}"}
@@ -61,7 +61,7 @@ def test_t06_running_calls_are_paused_and_continue_under_the_new_version(count):
 
 def test_t06_from_python_and_without_running_calls():
     async def main():
-        async with served(slow_engine("hi")) as gateway:
+        async with serve(slow_engine("hi")) as gateway:
             session = await gateway.open()
             await gateway.pause()
             await gateway.pause()
@@ -81,7 +81,7 @@ def test_t06_from_python_and_without_running_calls():
 def test_t06_a_request_without_the_token_changes_nothing():
     async def main():
         for token in (TOKEN, None):
-            async with served(token=token) as gateway, aiohttp.ClientSession() as http:
+            async with serve(token=token) as gateway, aiohttp.ClientSession() as http:
                 session = await gateway.open()
                 for key in ("", session.key, TOKEN[:-1]):
                     headers = {"authorization": f"Bearer {key}"}
@@ -110,7 +110,7 @@ def test_t06_a_request_without_the_token_changes_nothing():
 
 
 def test_t06_an_engine_that_cannot_load_the_weights_is_excluded_and_unloadable_weights_are_refused():
-    class Picky(Teller):
+    class Picky(Replier):
         async def load_weights(self, source, version):
             if source != "good":
                 raise EngineError(f"{source}: no such file")
@@ -118,9 +118,9 @@ def test_t06_an_engine_that_cannot_load_the_weights_is_excluded_and_unloadable_w
 
     async def main():
         fleet = Fleet(FleetSettings(type="fleet", check_s=60), Path())
-        for name, engine in (("any", Teller()), ("picky", Picky())):
+        for name, engine in (("any", Replier()), ("picky", Picky())):
             fleet.add(name, engine)
-        async with served(fleet, token=TOKEN) as gateway, aiohttp.ClientSession() as http:
+        async with serve(fleet, token=TOKEN) as gateway, aiohttp.ClientSession() as http:
             headers = {"authorization": f"Bearer {TOKEN}"}
 
             async def update(source, version):
@@ -140,7 +140,7 @@ def test_t06_an_engine_that_cannot_load_the_weights_is_excluded_and_unloadable_w
             assert {version for _, version in spans_of(session.episode())} == {1}
             status, result = await update("good", 2)
             assert [each["version"] for each in result["engines"]] == [2, 2]
-        async with served(Picky(), token=TOKEN) as gateway, aiohttp.ClientSession() as http:
+        async with serve(Picky(), token=TOKEN) as gateway, aiohttp.ClientSession() as http:
             status, result = await update("bad", 1)
             assert (status, gateway.engine.version) == (503, 0)
             assert "no such file" in result["error"]["message"]

@@ -31,7 +31,7 @@ from loopwright.rollouts.remote.gateway_host import (
     GatewayAccess,
 )
 from loopwright.rollouts.remote.worker import RemoteRequest
-from tests.gateway.harness import Teller, until
+from tests.gateway.harness import Replier, until
 from tests.rollouts.pools.ray_cluster import cluster  # noqa: F401
 from tests.rollouts.remote.agents import (
     CHAT,
@@ -170,16 +170,16 @@ def test_a01_a_call_after_the_end_is_refused(tmp_path):
 
 
 def test_a01_an_engine_that_fails_or_stalls_is_not_the_policys_fault(tmp_path):
-    failed = run_agent(tmp_path, "chat()", Teller(fail_at=2))
+    failed = run_agent(tmp_path, "chat()", Replier(fail_at=2))
     assert (failed.outcome, failed.fault) == (Outcome.LOST, Fault.INFRA)
     assert "out of memory" in failed.reason
-    stalled = run_agent(tmp_path, "chat()", Teller(hold_at=2), deadline_s=2.0)
+    stalled = run_agent(tmp_path, "chat()", Replier(hold_at=2), deadline_s=2.0)
     assert (stalled.outcome, stalled.fault) == (Outcome.LOST, Fault.INFRA)
     assert "the engine sent no token" in stalled.reason
 
 
 def test_a01_limits_and_sampling_are_set_by_the_loop(tmp_path):
-    engine = Teller("a long answer")
+    engine = Replier("a long answer")
     truncated = run_agent(tmp_path, "chat()", engine, max_tokens=3)
     assert (truncated.outcome, truncated.fault, truncated.sampled) == (Outcome.TRUNCATED, Fault.POLICY, 3)
     limited = run_agent(tmp_path, "[chat(str(n)) for n in range(3)]", engine, max_turns=2)
@@ -190,7 +190,7 @@ def test_a01_limits_and_sampling_are_set_by_the_loop(tmp_path):
 
 
 def test_a01_the_sampling_of_an_evaluation_overrides_the_loops(tmp_path):
-    engine, sampling = Teller("a long answer"), Sampling(temperature=0.5, max_tokens=7)
+    engine, sampling = Replier("a long answer"), Sampling(temperature=0.5, max_tokens=7)
 
     async def main():
         async with open_setup(tmp_path, engine, command=program(tmp_path, "chat()"), sampling=sampling) as setup:

@@ -30,7 +30,7 @@ from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract
 from loopwright.testing.gateways import chat
-from tests.gateway.harness import Teller, until
+from tests.gateway.harness import Replier, until
 from tests.gateway.relay.harness import TOKEN, relayed
 from tests.rollouts.pools.ray_cluster import cluster  # noqa: F401
 from tests.rollouts.remote.agents import (
@@ -205,7 +205,7 @@ def test_t11_a_run_with_its_gateway_and_agents_on_ray(tmp_path, monkeypatch):
 def test_t11_a_runs_gateway_releases_sessions_that_have_ended():
     async def main():
         now = 0.0
-        async with Gateway(Teller(), clock=lambda: now, forgets=True) as gateway:
+        async with Gateway(Replier(), clock=lambda: now, forgets=True) as gateway:
             first, other = await gateway.open("ended"), await gateway.open("open")
             await first.close()
             now = 100.0

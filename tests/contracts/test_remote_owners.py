@@ -15,8 +15,8 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.remote.gateway_host import ExternalGatewayHost, GatewayAccess
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
-from tests.gateway.clients import asked
-from tests.gateway.harness import run, served
+from tests.gateway.clients import send
+from tests.gateway.harness import run, serve
 from tests.rollouts.remote.agents import run_agent, scenario
 
 OWNER = "the-key-of-the-run-1234"
@@ -84,7 +84,7 @@ def test_a05_an_agent_cannot_make_its_turns_untrainable_or_break_them_with_a_gra
 
 def test_a05_a_run_at_a_gateway_without_a_token_keeps_its_sessions(tmp_path):
     async def story():
-        async with served(output=tmp_path / "gw") as gateway:
+        async with serve(output=tmp_path / "gw") as gateway:
             more = f'[run.gateway]\ntype = "external"\nurl = "{gateway.address}"\n'
             (tmp_path / "s.toml").write_text(scenario(tmp_path, ERASE, more=more))
             code = await asyncio.to_thread(dispatch, load(tmp_path / "s.toml"), tmp_path / "out")
@@ -102,23 +102,23 @@ def test_a05_a_run_at_a_gateway_without_a_token_keeps_its_sessions(tmp_path):
 def test_a05_the_key_of_the_run_survives_a_restart_of_the_gateway(tmp_path):
     async def story():
         config = SessionConfig(run="r", trial=1, owner_key=OWNER)
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             key = (await gateway.open("t", config)).key
-        async with served(output=tmp_path) as gateway, aiohttp.ClientSession() as http:
+        async with serve(output=tmp_path) as gateway, aiohttp.ClientSession() as http:
             path = f"{gateway.address}/sessions/t"
             for method, at in (("DELETE", path), ("GET", path), ("POST", f"{path}/complete")):
-                assert (await asked(http, method, at, key=key))[0] == 403
-            assert (await asked(http, "GET", f"{gateway.address}/t/v1/models", key=key))[0] == 200
-            assert (await asked(http, "GET", f"{gateway.address}/t/v1/models", key=OWNER))[0] == 401
-            assert (await asked(http, "POST", f"{path}/complete", key=OWNER))[0] == 200
-            assert (await asked(http, "DELETE", path, key=OWNER))[0] == 200
+                assert (await send(http, method, at, key=key))[0] == 403
+            assert (await send(http, "GET", f"{gateway.address}/t/v1/models", key=key))[0] == 200
+            assert (await send(http, "GET", f"{gateway.address}/t/v1/models", key=OWNER))[0] == 401
+            assert (await send(http, "POST", f"{path}/complete", key=OWNER))[0] == 200
+            assert (await send(http, "DELETE", path, key=OWNER))[0] == 200
 
     run(story)
 
 
 def test_a05_the_same_id_is_opened_again_only_with_the_key_of_the_run():
     async def story():
-        async with served() as gateway, aclosing(ExternalGatewayHost(GatewayAccess(gateway.address))) as host:
+        async with serve() as gateway, aclosing(ExternalGatewayHost(GatewayAccess(gateway.address))) as host:
             config = SessionConfig(run="r", trial=1, owner_key=OWNER)
             session = await host.open("t", config)
             assert (await host.open("t", config)).key == session.key
@@ -135,7 +135,7 @@ def test_a05_the_same_id_is_opened_again_only_with_the_key_of_the_run():
 
 def test_a05_a_session_that_a_user_opened_belongs_to_its_key():
     async def story():
-        async with served() as gateway, GatewayClient(gateway.address) as client:
+        async with serve() as gateway, GatewayClient(gateway.address) as client:
             session = await client.open()
             assert (await session.describe())["status"] == "open"
             await session.complete()
@@ -148,10 +148,10 @@ def test_a05_a_session_that_a_user_opened_belongs_to_its_key():
 def test_a05_the_token_of_the_gateway_ends_every_session():
     async def story():
         token = "a token of the gateway"
-        async with served(token=token) as gateway, aiohttp.ClientSession() as http:
+        async with serve(token=token) as gateway, aiohttp.ClientSession() as http:
             await gateway.open("t", SessionConfig(owner_key=OWNER))
             path = f"{gateway.address}/sessions/t"
-            assert (await asked(http, "POST", f"{path}/complete", key=token))[0] == 200
-            assert (await asked(http, "DELETE", path, key=token))[0] == 200
+            assert (await send(http, "POST", f"{path}/complete", key=token))[0] == 200
+            assert (await send(http, "DELETE", path, key=token))[0] == 200
 
     run(story)

@@ -17,7 +17,7 @@ from loopwright.engines.base import Chunk
 from loopwright.gateway.sessions.served_session import snapshot_of
 from tests.engines.fake_servers import chunks_from, engine_of
 from tests.engines.fake_servers import serve as serve_engine
-from tests.gateway.harness import ADD, END, Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.harness import ADD, END, Replier, call, claude_of, client_of, run, serve, user
 from tests.gateway.sessions.test_template import Player
 
 ROWS = {
@@ -55,7 +55,7 @@ def spliced(engine):
     return all(later[: len(ids) + len(gave)] == (*ids, *gave) for (ids, gave), (later, _) in pairwise(streams))
 
 
-class Odd(Teller):
+class Odd(Replier):
     """Samples `yes` in tokens that no tokenizer would choose: here, with an invalid byte after it."""
 
     async def generate(self, ids, sampling, *, seed):
@@ -67,7 +67,7 @@ class Odd(Teller):
 def test_row_retokenised():
     async def body():
         engine = Odd()
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             history = [user("hi")]
             for _ in range(3):
                 answer = (await chat(client, history)).choices[0].message
@@ -85,8 +85,8 @@ def test_row_rerendered_call(number):
     call_text = f'<tool_call>{{"name":"add",  "arguments":{{ "b" : {number}, "a":"\\u20ac" }}}}</tool_call>'
 
     async def body():
-        engine = Teller(lambda prompt: "done" if "tool\n" in prompt else call_text)
-        async with served(engine) as gateway:
+        engine = Replier(lambda prompt: "done" if "tool\n" in prompt else call_text)
+        async with serve(engine) as gateway:
             async with client_of(session := await gateway.open()) as client:
                 (call,) = (await chat(client, [user("hi")], tools=[ADD])).choices[0].message.tool_calls
                 assert call.function.arguments == f'{{ "b" : {number}, "a":"\\u20ac" }}', "the sampled ids are kept"
@@ -114,8 +114,8 @@ def test_row_rerendered_call(number):
 @pytest.mark.parametrize("sends_back", [False, True])
 def test_row_dropped_reasoning(policy, sends_back):
     async def body():
-        engine = Teller(lambda prompt: f"<think>\nhm {prompt.count('user')}\n</think>\n\nyes {prompt.count('user')}")
-        async with served(engine, reasoning=policy) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(lambda prompt: f"<think>\nhm {prompt.count('user')}\n</think>\n\nyes {prompt.count('user')}")
+        async with serve(engine, reasoning=policy) as gateway, client_of(session := await gateway.open()) as client:
             history = [user("a")]
             for turn in range(3):
                 message = (await chat(client, history)).choices[0].message
@@ -142,8 +142,8 @@ def test_row_dropped_reasoning_stays_until_the_next_user_message():
     """As in the model families' templates: between the calls of one task the reasoning is kept."""
 
     async def body():
-        engine = Teller(lambda prompt: "<think>so</think>7" if "tool\n" in prompt else f"<think>hm</think>{call(a=1)}")
-        async with served(engine, reasoning="fork") as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(lambda prompt: "<think>so</think>7" if "tool\n" in prompt else f"<think>hm</think>{call(a=1)}")
+        async with serve(engine, reasoning="fork") as gateway, client_of(session := await gateway.open()) as client:
             message = (await chat(client, [user("a")], tools=[ADD])).choices[0].message
             result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
             history = [user("a"), message.model_dump(exclude_none=True), result]
@@ -161,8 +161,8 @@ def test_row_omitted_ids():
     text = f"<think>hm</think>so{call(a=1)}END and more"
 
     async def body():
-        engine = Teller(text)
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(text)
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             options = {"tools": [ADD], "logprobs": True, "stop": ["END"]}
             whole = await chat(client, [user("hi")], **options)
             (choice,) = whole.choices
@@ -186,7 +186,7 @@ def test_row_bos():
     async def body():
         engine = Player("llama3")
         begin = engine.tokenizer.specials["<|begin_of_text|>"]
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             history = [user("a <|begin_of_text|> b")]
             for _ in range(3):
                 engine.plans.append("yes")
@@ -200,8 +200,8 @@ def test_row_bos():
 
 def test_row_dropped_turn():
     async def body():
-        engine = Teller(lambda prompt: "better" if "retry" in prompt else "nonsense")
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(lambda prompt: "better" if "retry" in prompt else "nonsense")
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             await chat(client, [user("a")])
             await chat(client, [user("a"), user("retry")])
             assert kinds(session) == ["exact", "forked"]
@@ -215,7 +215,7 @@ def test_row_ended_early(tmp_path):
     """An agent that disconnects right after its last token: the turn is already in the store."""
 
     async def body():
-        async with served(Teller("bye"), output=tmp_path) as gateway, client_of(await gateway.open()) as client:
+        async with serve(Replier("bye"), output=tmp_path) as gateway, client_of(await gateway.open()) as client:
             async for chunk in await chat(client, [user("a")], stream=True):
                 if chunk.choices and chunk.choices[0].finish_reason:
                     with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
@@ -229,8 +229,8 @@ def test_row_ended_early(tmp_path):
 
 def test_row_parallel():
     async def body():
-        engine = Teller(lambda prompt: f"so {prompt[-24:-11]}")
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(lambda prompt: f"so {prompt[-24:-11]}")
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
 
             async def agent(name):
                 history = [user(f"agent {name}")]
@@ -252,8 +252,8 @@ def test_row_lost_call(tmp_path):
     """The gateway dies in mid-call: the turn says so after a restart, and is not trained on."""
 
     async def body():
-        engine = Teller("a long answer", hold_at=4)
-        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier("a long answer", hold_at=4)
+        async with serve(engine, output=tmp_path) as gateway, client_of(session := await gateway.open()) as client:
             talking = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
             with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
@@ -267,7 +267,7 @@ def test_row_lost_call(tmp_path):
                 store.backup(other)  # the state after a power cut
             engine.go.set()
             await talking
-        async with served(Teller(), output=copy) as gateway:
+        async with serve(Replier(), output=copy) as gateway:
             live = gateway.find(session.id)
             description = live.describe()
             assert (description["trainable"], description["verdicts"]["broken"]) == (False, 1)
@@ -278,12 +278,12 @@ def test_row_lost_call(tmp_path):
 
 @pytest.mark.parametrize("logprob", [None, float("nan")])
 def test_row_none_logprobs(logprob):
-    class Silent(Teller):
+    class Silent(Replier):
         async def generate(self, ids, sampling, *, seed):
             yield Chunk((97, END), (-0.5, logprob), 0, "stop")
 
     async def body():
-        async with served(Silent()) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(Silent()) as gateway, client_of(session := await gateway.open()) as client:
             with pytest.raises(openai.InternalServerError, match="as a logprob"):
                 await chat(client, [user("a")])
             assert kinds(session) == ["broken"]
@@ -313,8 +313,8 @@ def test_row_stale_sockets():
 
 def test_a_nonce_in_the_system_message_is_stripped():
     async def body():
-        engine = Teller("yes")
-        async with served(engine) as gateway, claude_of(session := await gateway.open()) as claude:
+        engine = Replier("yes")
+        async with serve(engine) as gateway, claude_of(session := await gateway.open()) as claude:
             history = [user("a")]
             for number in range(3):
                 nonce = f"x-anthropic-billing-header: cc_version=2.1; cch={number:05x};"
@@ -329,8 +329,8 @@ def test_a_nonce_in_the_system_message_is_stripped():
 
 def test_a_truncated_turn_is_bridged_and_says_so():
     async def body():
-        engine = Teller("one two")
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier("one two")
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             choice = (await chat(client, [user("a")], max_tokens=3)).choices[0]
             assert (choice.message.content, choice.finish_reason) == ("one", "length")
             await chat(client, [user("a"), {"role": "assistant", "content": "one"}, user("b")])
@@ -348,7 +348,7 @@ def test_t05_a_frozen_session_matches_its_snapshot(tmp_path):
             return await answer.json()
 
     async def body():
-        async with served(Teller("yes"), output=tmp_path) as gateway, aiohttp.ClientSession() as http:
+        async with serve(Replier("yes"), output=tmp_path) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()
             url, key = f"{gateway.address}/sessions/{session.id}", session.key
             async with client_of(session) as client:
@@ -368,11 +368,11 @@ def test_t05_a_frozen_session_matches_its_snapshot(tmp_path):
             assert frozen["snapshot"] in other["error"]["message"]
         with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
             blob = store.execute("SELECT logprobs FROM nodes WHERE finish = 'stop'").fetchone()[0]
-        async with served(Teller("yes"), output=tmp_path) as gateway:
+        async with serve(Replier("yes"), output=tmp_path) as gateway:
             assert gateway.find(session.id).verify(frozen["snapshot"])["rows"], "after a restart too"
         with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
             store.execute("UPDATE nodes SET logprobs = ? WHERE finish = 'stop'", (blob[:-8] + bytes(8),))
-        async with served(Teller("yes"), output=tmp_path) as gateway:
+        async with serve(Replier("yes"), output=tmp_path) as gateway:
             with pytest.raises(PermissionError, match="differs from what was frozen"):
                 gateway.find(session.id).verify()
 
@@ -382,7 +382,7 @@ def test_t05_a_frozen_session_matches_its_snapshot(tmp_path):
 def test_a_template_that_the_tokenizer_cannot_encode_is_refused_at_the_start():
     async def body():
         with pytest.raises(ValueError, match="'llama3' needs the special tokens"):
-            async with served(Teller(), template="llama3"):
+            async with serve(Replier(), template="llama3"):
                 pass
 
     run(body)

@@ -34,7 +34,7 @@ def text_of(chunks):
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
 
-async def asked(http, method, url, *, key=None, **more):
+async def send(http, method, url, *, key=None, **more):
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     async with http.request(method, url, headers=headers, **more) as answer:
         return answer.status, await answer.json(), answer.headers

@@ -24,7 +24,7 @@ def call(name="add", **arguments):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-class Teller(Engine):
+class Replier(Engine):
     """Samples `says(prompt)`, a token per chunk; waits for `go` after `hold_at` tokens and fails after `fail_at`."""
 
     def __init__(self, says="hello", *, hold_at=None, fail_at=None, room=None):
@@ -69,10 +69,10 @@ class Teller(Engine):
 
 
 @asynccontextmanager
-async def served(engine=None, output=None, token=None, clock=None, **config):
+async def serve(engine=None, output=None, token=None, clock=None, **config):
     more = {} if clock is None else {"clock": clock}
     async with Gateway(
-        Teller() if engine is None else engine, GatewayConfig(**config), output=output, token=token, **more
+        Replier() if engine is None else engine, GatewayConfig(**config), output=output, token=token, **more
     ) as gateway:
         yield gateway
 

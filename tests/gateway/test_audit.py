@@ -19,7 +19,7 @@ from loopwright.engines.inprocess.forward import difference
 from loopwright.engines.inprocess.models import tiny
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.harness import Teller, client_of, user
+from tests.gateway.harness import Replier, client_of, user
 
 SAMPLINGS = [
     {},
@@ -150,7 +150,7 @@ def test_unreadable_inputs_are_reported(captured, tmp_path):
 
 
 async def _nobody_came(output):
-    async with Gateway(Teller(), output=output) as gateway:
+    async with Gateway(Replier(), output=output) as gateway:
         await gateway.open()
 
 

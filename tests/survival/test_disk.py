@@ -13,7 +13,7 @@ from loopwright.core.errors import StorageError
 from loopwright.core.outcome import Outcome
 from tests.contracts.harness import FunctionEnv, ListedAgent
 from tests.gateway.clients import chat
-from tests.gateway.harness import client_of, run, served, user
+from tests.gateway.harness import client_of, run, serve, user
 from tests.survival.campaign import SCENARIO, Campaign
 
 NOISY = """#!/bin/sh
@@ -182,7 +182,7 @@ def test_a_gateway_whose_calls_do_not_fit_on_its_disk_is_not_healthy(disk):
 
     async def story():
         async with (
-            served(output=disk) as gateway,
+            serve(output=disk) as gateway,
             aiohttp.ClientSession() as http,
             client_of(await gateway.open()) as client,
         ):

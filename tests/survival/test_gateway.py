@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from loopwright.core.errors import StorageError
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.harness import Teller, client_of, run, served, until, user
+from tests.gateway.harness import Replier, client_of, run, serve, until, user
 from tests.survival.serving import serving
 
 SLOWLY = ("--engine", "scripted", "--set", "engine.token_s=0.0005", "--port", 0, "--output", "gw")
@@ -122,7 +122,7 @@ def test_repeated_kills_neither_lose_nor_invent_turns(tmp_path):
 
 def test_a_full_disk_refuses_calls_keeps_turns_and_recovers(tmp_path):
     async def main():
-        async with served(Teller("hello"), output=tmp_path) as gateway:
+        async with serve(Replier("hello"), output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client, aiohttp.ClientSession() as http:
                 talk = client.chat.completions.create
@@ -140,7 +140,7 @@ def test_a_full_disk_refuses_calls_keeps_turns_and_recovers(tmp_path):
                 await talk(model="m", messages=[user("after")])
                 async with http.get(f"{gateway.address}/healthz") as answer:
                     assert answer.status == 200
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             described = gateway.find("t").describe()
             sampled = [turn["sampled_tokens"] for turn in described["turns"]]
             prompts = [node["message"]["content"][:5] for node in described["episode"]["nodes"] if not node["spans"]]
@@ -166,8 +166,8 @@ def raw_request(session, gateway, body):
 
 def test_clients_that_disconnect_in_mid_stream_lose_only_their_own_turns():
     async def main():
-        engine = Teller("x" * 2000)
-        async with served(engine) as gateway:
+        engine = Replier("x" * 2000)
+        async with serve(engine) as gateway:
             session = await gateway.open(config=SessionConfig(max_tokens=4000))
             body = {"model": "m", "stream": True, "messages": [user("a")]}
             sockets = [raw_request(session, gateway, {**body, "messages": [user(str(n))]}) for n in range(30)]
@@ -191,8 +191,8 @@ def test_clients_that_disconnect_in_mid_stream_lose_only_their_own_turns():
 @pytest.mark.slow
 def test_a_client_that_reads_a_byte_a_second_delays_no_other():
     async def main():
-        engine = Teller("x" * 20_000)
-        async with served(engine, write_s=3.0) as gateway:
+        engine = Replier("x" * 20_000)
+        async with serve(engine, write_s=3.0) as gateway:
             session = await gateway.open(config=SessionConfig(max_tokens=100_000))
             body = {"model": "m", "stream": True, "logprobs": True, "messages": [user("a")]}
             slow = raw_request(session, gateway, body)
@@ -247,7 +247,7 @@ def raw_get(gateway, path, key):
 @pytest.mark.parametrize("trick", TRICKS)
 def test_no_path_leads_from_one_session_to_another(tmp_path, trick):
     async def main():
-        async with served(Teller("the other's secret"), output=tmp_path) as gateway:
+        async with serve(Replier("the other's secret"), output=tmp_path) as gateway:
             mine, other = await gateway.open("mine"), await gateway.open("other")
             async with client_of(other) as client:
                 await client.chat.completions.create(model="m", messages=[user("what the other asked")])
@@ -269,7 +269,7 @@ def test_no_path_leads_from_one_session_to_another(tmp_path, trick):
 def test_no_key_but_its_own_opens_a_session(tmp_path):
     async def main():
         token = "the gateway's own token"
-        async with served(Teller("secret"), output=tmp_path, token=token) as gateway, aiohttp.ClientSession() as http:
+        async with serve(Replier("secret"), output=tmp_path, token=token) as gateway, aiohttp.ClientSession() as http:
             mine, other = await gateway.open("mine"), await gateway.open("other")
             keys = ["", " ", other.key, other.key[:-1], other.key + "x", other.key.upper(), "null", "é", token + "x"]
             keys += [mine.key + other.key, f"{mine.key},{other.key}", mine.key[::-1]]
@@ -334,7 +334,7 @@ BODY = WEIRD | st.dictionaries(FIELD, HUGE, max_size=3).map(lambda more: json.du
 )
 def test_arbitrary_bytes_do_not_crash_it(examples):
     async def main():
-        async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
+        async with serve(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open(config=SessionConfig(max_tokens=8))
             loop, auth = asyncio.get_running_loop(), {"authorization": f"Bearer {session.key}"}
 

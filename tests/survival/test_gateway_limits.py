@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from loopwright.engines.http.vllm import VllmConfig, VllmEngine
-from tests.gateway.clients import asked, chat, followed, text_of
-from tests.gateway.harness import client_of, run, served, until, user
+from tests.gateway.clients import chat, followed, send, text_of
+from tests.gateway.harness import client_of, run, serve, until, user
 from tests.survival.serving import Gateway, serving
 from tests.survival.test_disk import disk, fill, mount
 
@@ -70,24 +70,24 @@ def test_a_frozen_engine_holds_calls_is_not_healthy_and_recovers(tmp_path):
     async def story(process, url):
         engine = VllmEngine(VllmConfig(url=url, tokenizer="tiny"), tmp_path)
         async with (
-            served(engine, keepalive_s=0.1) as gateway,
+            serve(engine, keepalive_s=0.1) as gateway,
             aiohttp.ClientSession() as http,
             client_of(session := await gateway.open()) as client,
         ):
             chunks, health = [], f"{gateway.address}/healthz"
-            assert (await asked(http, "GET", health))[0] == 200
+            assert (await send(http, "GET", health))[0] == 200
             stream = asyncio.create_task(followed(client, [user("a")], chunks))
             await until(lambda: text_of(chunks), 20)
             process.send_signal(signal.SIGSTOP)
             late = asyncio.create_task(chat(client, [user("b")]))
-            status, report, _ = await asked(http, "GET", health)
+            status, report, _ = await send(http, "GET", health)
             assert (status, report["failing"]) == (503, ["engine"])
             assert not stream.done(), "it is held"
             assert not late.done()
             process.send_signal(signal.SIGCONT)
             await stream
             assert text_of(chunks) == (await late).choices[0].message.content == "hello there"
-            assert (await asked(http, "GET", health))[0] == 200
+            assert (await send(http, "GET", health))[0] == 200
             described = session.served.describe()
             assert (described["trainable"], described["verdicts"]["broken"], len(described["turns"])) == (True, 0, 2)
         await engine.close()
@@ -99,7 +99,7 @@ def test_a_frozen_engine_holds_calls_is_not_healthy_and_recovers(tmp_path):
 def test_a_call_to_an_engine_that_stays_frozen_fails_and_the_next_one_succeeds(tmp_path):
     async def story(process, url):
         engine = VllmEngine(VllmConfig(url=url, tokenizer="tiny", timeout_s=1.0), tmp_path)
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             await chat(client, [user("a")])
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(openai.InternalServerError, match="the engine failed") as refused:
@@ -153,7 +153,7 @@ def test_every_write_of_a_gateway_survives_a_full_disk(disk):
     """Calls, new sessions, conversations, and the ends of sessions: refused, then served once there is space."""
 
     async def story():
-        async with served(output=disk, access_log=str(disk / "access.jsonl")) as gateway:
+        async with serve(output=disk, access_log=str(disk / "access.jsonl")) as gateway:
             sessions = [await gateway.open(f"s{number}") for number in range(3)]
             async with aiohttp.ClientSession() as http, client_of(sessions[0]) as client:
                 first = await client.responses.create(model="m", input="before")
@@ -169,8 +169,8 @@ def test_every_write_of_a_gateway_survives_a_full_disk(disk):
                     for _ in range(3):
                         with pytest.raises(openai.InternalServerError, match="disk"):
                             await attempt()
-                opened = await asked(http, "POST", f"{gateway.address}/sessions/new", json={"run": long})
-                ended = await asked(
+                opened = await send(http, "POST", f"{gateway.address}/sessions/new", json={"run": long})
+                ended = await send(
                     http,
                     "POST",
                     f"{gateway.address}/sessions/s1/complete",
@@ -178,15 +178,15 @@ def test_every_write_of_a_gateway_survives_a_full_disk(disk):
                     json={"reason": long},
                 )
                 assert (opened[0], ended[0]) == (500, 500)
-                assert (await asked(http, "GET", f"{gateway.address}/healthz"))[0] == 503
-                assert (await asked(http, "GET", f"{gateway.address}/sessions/s0", key=sessions[0].key))[0] == 200
+                assert (await send(http, "GET", f"{gateway.address}/healthz"))[0] == 503
+                assert (await send(http, "GET", f"{gateway.address}/sessions/s0", key=sessions[0].key))[0] == 200
                 (disk / "ballast").unlink()
-                assert (await asked(http, "GET", f"{gateway.address}/healthz"))[0] == 200
+                assert (await send(http, "GET", f"{gateway.address}/healthz"))[0] == 200
                 assert (await client.responses.create(model="m", input="after")).output_text == "hello"
                 await client.conversations.items.create(talk, items=[user("kept")])
                 await sessions[1].close()
-                assert (await asked(http, "DELETE", f"{gateway.address}/sessions/s2", key=sessions[2].key))[0] == 200
-        async with served(output=disk) as gateway:
+                assert (await send(http, "DELETE", f"{gateway.address}/sessions/s2", key=sessions[2].key))[0] == 200
+        async with serve(output=disk) as gateway:
             described = gateway.find("s0").describe()
             assert (described["trainable"], described["verdicts"]["broken"]) == (True, 0)
             assert (gateway.find("s1").status, gateway.find("s1").reason) == ("complete", long)
@@ -214,7 +214,7 @@ def test_memory_is_flat_over_20_000_requests(tmp_path):
 
     async def agent(gateway, http, name, requests):
         for number in range(requests // 10):
-            session = (await asked(http, "POST", f"{gateway.address}/sessions/{name}-{number}", json={}))[1]
+            session = (await send(http, "POST", f"{gateway.address}/sessions/{name}-{number}", json={}))[1]
             url, messages = f"{gateway.address}/{session['id']}/v1/chat/completions", [user("begin")]
             for turn in range(10):
                 body = {"messages": messages, "max_tokens": 20, "stream": turn % 2 == 1}
@@ -225,9 +225,7 @@ def test_memory_is_flat_over_20_000_requests(tmp_path):
                 assert not body["stream"] or reply.endswith(b"data: [DONE]\n\n")
                 messages = [*messages, {"role": "assistant", "content": "other"}, user("go on")]
             for method, path in (("POST", "/complete"), ("DELETE", "")):
-                done = await asked(
-                    http, method, f"{gateway.address}/sessions/{session['id']}{path}", key=session["key"]
-                )
+                done = await send(http, method, f"{gateway.address}/sessions/{session['id']}{path}", key=session["key"])
                 assert done[0] == 200
 
     async def story(gateway):

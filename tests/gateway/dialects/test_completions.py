@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.gateway.harness import Teller, client_of, run, served
+from tests.gateway.harness import Replier, client_of, run, serve
 
 
 def numbered(prompt):
@@ -12,8 +12,8 @@ def numbered(prompt):
 
 def test_several_prompts_have_their_choices_in_order():
     async def main():
-        engine = Teller(numbered)
-        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+        engine = Replier(numbered)
+        async with serve(engine) as gateway, client_of(session := await gateway.open()) as client:
             answer = await client.completions.create(model="m", prompt=["a", "bc"], n=2)
             assert [choice.text for choice in answer.choices] == ["<a>", "<a>", "<bc>", "<bc>"]
             assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -31,7 +31,7 @@ def test_several_prompts_have_their_choices_in_order():
 
 def test_the_prompt_is_echoed():
     async def main():
-        async with served(Teller(numbered)) as gateway, client_of(await gateway.open()) as client:
+        async with serve(Replier(numbered)) as gateway, client_of(await gateway.open()) as client:
             more = {"model": "m", "prompt": ["a", [98]], "echo": True}
             answer = await client.completions.create(**more)
             assert [choice.text for choice in answer.choices] == ["a<a>", "b<b>"]
@@ -55,7 +55,7 @@ def test_the_prompt_is_echoed():
 )
 def test_what_cannot_be_continued_is_refused(wrong, param):
     async def main():
-        async with served() as gateway, client_of(await gateway.open()) as client:
+        async with serve() as gateway, client_of(await gateway.open()) as client:
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.completions.create(**{"model": "m", "prompt": "a", **wrong})
             assert refused.value.param == param

@@ -18,7 +18,7 @@ from loopwright.gateway.relay.link import PROTOCOL
 from loopwright.gateway.relay.relay import Relay, RelayConfig
 from loopwright.gateway.relay.worker import RelayWorker, WorkerRefused
 from loopwright.testing import EngineContract
-from tests.gateway.harness import END, Teller, client_of, run, until, user
+from tests.gateway.harness import END, Replier, client_of, run, until, user
 from tests.gateway.relay.harness import TOKEN, door, relayed, working
 
 
@@ -50,7 +50,7 @@ class TestContract(EngineContract):
 
 def test_logprobs_alternatives_and_errors_are_relayed_unchanged():
     async def body():
-        class Exact(Teller):
+        class Exact(Replier):
             async def generate(self, ids, sampling, *, seed):
                 async for chunk in super().generate(ids, sampling, seed=seed):
                     tops = (((chunk.ids[0], -0.1 - 1e-16), (7, -math.inf)),)
@@ -73,7 +73,7 @@ def test_logprobs_alternatives_and_errors_are_relayed_unchanged():
 
 def test_a_stopped_worker_finishes_its_streams_first():
     async def body():
-        first, other = Teller("hello", hold_at=2), Teller("hello")
+        first, other = Replier("hello", hold_at=2), Replier("hello")
         async with relayed() as gateway, working(gateway, first, "first") as worker:
             relay = gateway.engine
             stream = asyncio.create_task(chunks_from(relay))
@@ -97,11 +97,11 @@ def test_a_worker_without_the_token_is_refused_and_gives_up():
         async with relayed() as gateway:
             for token in ("wrong-token-of-the-gateway", "", TOKEN + "x"):
                 with pytest.raises(WorkerRefused, match="does not accept this token"):
-                    await RelayWorker(Teller(), door(gateway), token).run()
+                    await RelayWorker(Replier(), door(gateway), token).run()
             assert gateway.engine.describe() == []
-        async with Gateway(Teller(), token=TOKEN) as plain:
+        async with Gateway(Replier(), token=TOKEN) as plain:
             with pytest.raises(WorkerRefused, match="start it with --relay"):
-                await RelayWorker(Teller(), door(plain), TOKEN).run()
+                await RelayWorker(Replier(), door(plain), TOKEN).run()
 
     run(body)
 
@@ -111,14 +111,14 @@ def test_a_worker_with_other_tokens_is_refused_with_the_reason():
         specials: ClassVar = {"<|im_start|>": 256, "<|eot|>": 257}
 
     async def body():
-        other = Teller()
+        other = Replier()
         other.tokenizer = Other()
-        async with relayed(Teller()) as gateway:
+        async with relayed(Replier()) as gateway:
             with pytest.raises(WorkerRefused, match="all workers must serve the same model"):
                 await RelayWorker(other, door(gateway), TOKEN).run()
         async with relayed(tokenizer=Other()) as gateway:
             with pytest.raises(WorkerRefused, match="all workers must serve the same model"):
-                await RelayWorker(Teller(), door(gateway), TOKEN).run()
+                await RelayWorker(Replier(), door(gateway), TOKEN).run()
 
     run(body)
 
@@ -138,7 +138,7 @@ def test_the_tokenizer_of_a_hub_model_is_sent():
     raw.train_from_iterator(["hello hello world, hello there"] * 9, trainer)
 
     async def body():
-        engine = Teller("x")
+        engine = Replier("x")
         engine.tokenizer = HubTokenizer(raw)
         async with relayed(engine) as gateway:
             mine = gateway.engine.tokenizer
@@ -209,7 +209,7 @@ def test_an_invalid_announcement_is_refused(message, chunks_from):
 )
 def test_a_worker_that_sends_garbage_is_dropped_and_others_are_unaffected(message):
     async def body():
-        async with relayed(Teller("hello")) as gateway:
+        async with relayed(Replier("hello")) as gateway:
             await responses_to(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
             await until(lambda: len(gateway.engine.describe()) == 1)
             assert ids_of(await chunks_from(gateway.engine)) == [*b"hello", END]
@@ -226,7 +226,7 @@ def test_opening_a_session_waits_for_the_first_worker():
             async with http.get(f"{gateway.address}/healthz") as answer:
                 assert answer.status == 200
             assert not opening.done()
-            async with working(gateway, Teller("hello")), await opening as answer:
+            async with working(gateway, Replier("hello")), await opening as answer:
                 assert answer.status == 200
         async with relayed(wait_s=0.1) as gateway, aiohttp.ClientSession() as http:
             answer = await http.post(f"{gateway.address}/sessions", headers=auth)
@@ -238,7 +238,7 @@ def test_opening_a_session_waits_for_the_first_worker():
 
 def test_t08_a_second_worker_with_the_same_name_replaces_the_first():
     async def body():
-        first, later = Teller("hello", hold_at=2), Teller("hello")
+        first, later = Replier("hello", hold_at=2), Replier("hello")
         async with relayed() as gateway:
             worker = asyncio.create_task(RelayWorker(first, door(gateway), TOKEN, name="w").run())
             await until(lambda: gateway.engine.describe())
@@ -276,7 +276,7 @@ def test_t08_a_closing_gateway_reads_from_its_workers_until_calls_finish(tmp_pat
     """At most for `drain_s`: later tokens are cut."""
 
     async def body():
-        engine, clock = Teller("hello", hold_at=2), asyncio.get_running_loop().time
+        engine, clock = Replier("hello", hold_at=2), asyncio.get_running_loop().time
         start = clock()
         async with ending(engine, tmp_path, drain_s) as (call, end):
             if drain_s > 1:
@@ -288,7 +288,7 @@ def test_t08_a_closing_gateway_reads_from_its_workers_until_calls_finish(tmp_pat
                     await call
             await end
         assert clock() - start < 5
-        async with relayed(Teller(), output=tmp_path) as gateway:
+        async with relayed(Replier(), output=tmp_path) as gateway:
             (turn,) = gateway.find("s").describe()["turns"]
             chunks_from = (6, "stop") if drain_s > 1 else (2, "cut")
             assert (turn["sampled_tokens"], turn["finish"], turn["verdict"]) == (*chunks_from, "exact")
@@ -298,7 +298,7 @@ def test_t08_a_closing_gateway_reads_from_its_workers_until_calls_finish(tmp_pat
 
 def test_a_session_stays_with_its_worker():
     async def body():
-        engines = [Teller("hello") for _ in range(3)]
+        engines = [Replier("hello") for _ in range(3)]
         async with relayed(*engines) as gateway:
             for number in range(6):
                 async with client_of(await gateway.open(f"s{number}")) as client:
@@ -314,9 +314,9 @@ def test_a_session_stays_with_its_worker():
 
 def test_a_late_worker_gets_the_weights_that_it_missed():
     async def body():
-        async with relayed(Teller("hello")) as gateway:
+        async with relayed(Replier("hello")) as gateway:
             await gateway.update(4, "w4")
-            late = Teller("hello")
+            late = Replier("hello")
             async with working(gateway, late, "late"):
                 await until(lambda: late.version == 4)
                 await until(lambda: [e["state"] for e in gateway.engine.describe()] == ["serving"] * 2)
@@ -326,7 +326,7 @@ def test_a_late_worker_gets_the_weights_that_it_missed():
 
 def test_weights_that_are_not_a_path_are_refused():
     async def body():
-        async with relayed(Teller("hello")) as gateway:
+        async with relayed(Replier("hello")) as gateway:
             with pytest.raises(EngineError, match="from a path"):
                 await gateway.update(1, {"w": [1.0]})
             assert ids_of(await chunks_from(gateway.engine)) == [*b"hello", END], "it keeps serving its weights"
@@ -336,11 +336,11 @@ def test_weights_that_are_not_a_path_are_refused():
 
 def test_a_restarted_relay_reads_its_sessions_once_it_has_a_tokenizer(tmp_path):
     async def body():
-        async with relayed(Teller("hello"), output=tmp_path) as gateway:
+        async with relayed(Replier("hello"), output=tmp_path) as gateway:
             session = await gateway.open("s")
             async with client_of(session) as client:
                 await client.chat.completions.create(model="m", messages=[user("a")])
-        async with relayed(Teller("hello"), output=tmp_path) as gateway:
+        async with relayed(Replier("hello"), output=tmp_path) as gateway:
             again = await gateway.open("s")
             assert again.key == session.key
             assert again.episode().sampled == 6

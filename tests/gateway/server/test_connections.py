@@ -5,8 +5,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from tests.gateway.clients import asked, chat
-from tests.gateway.harness import client_of, run, served, user
+from tests.gateway.clients import chat, send
+from tests.gateway.harness import client_of, run, serve, user
 
 
 async def half_open(gateway):
@@ -18,7 +18,7 @@ async def half_open(gateway):
 
 def test_half_open_connections_lock_nobody_out():
     async def story():
-        async with served(unauthenticated_connections=5) as gateway, client_of(await gateway.open()) as client:
+        async with serve(unauthenticated_connections=5) as gateway, client_of(await gateway.open()) as client:
             await chat(client, [user("hi")])
             strangers = [await half_open(gateway) for _ in range(40)]
             await asyncio.sleep(0)
@@ -28,7 +28,7 @@ def test_half_open_connections_lock_nobody_out():
                     await asyncio.wait_for(reader.readexactly(1), 10)
             await chat(client, [user("still there")])
             async with aiohttp.ClientSession() as http:
-                assert (await asked(http, "GET", f"{gateway.address}/healthz"))[0] == 200
+                assert (await send(http, "GET", f"{gateway.address}/healthz"))[0] == 200
             for _, writer in strangers:
                 writer.close()
 
@@ -37,7 +37,7 @@ def test_half_open_connections_lock_nobody_out():
 
 def test_a_connection_that_sends_no_request_is_closed():
     async def story():
-        async with served(header_s=0.1) as gateway:
+        async with serve(header_s=0.1) as gateway:
             reader, writer = await half_open(gateway)
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await asyncio.wait_for(reader.readexactly(1), 10)
@@ -48,7 +48,7 @@ def test_a_connection_that_sends_no_request_is_closed():
 
 def test_a_malformed_header_is_neither_repeated_nor_logged(caplog):
     async def story():
-        async with served() as gateway:
+        async with serve() as gateway:
             reader, writer = await asyncio.open_connection("127.0.0.1", gateway._server.port)
             writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nAuthorization: Bearer sk-secret\x00\x01\r\n\r\n")
             answer = await asyncio.wait_for(reader.read(), 10)
@@ -78,7 +78,7 @@ def test_a_malformed_header_is_neither_repeated_nor_logged(caplog):
 )
 def test_a_web_page_cannot_open_a_session(headers, status):
     async def story():
-        async with served() as gateway, aiohttp.ClientSession() as http:
+        async with serve() as gateway, aiohttp.ClientSession() as http:
             async with http.post(f"{gateway.address}/sessions", headers=headers) as answer:
                 assert answer.status == status
             assert len(gateway.sessions) == (status == 200)
@@ -89,7 +89,7 @@ def test_a_web_page_cannot_open_a_session(headers, status):
 def test_a_page_of_the_gateways_own_address_may_open_one():
     async def story():
         async with (
-            served() as gateway,
+            serve() as gateway,
             aiohttp.ClientSession() as http,
             http.post(f"{gateway.address}/sessions", headers={"origin": gateway.address}) as answer,
         ):

@@ -16,7 +16,7 @@ from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.server import openapi
 from loopwright.gateway.server.server import Server
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.harness import Teller, client_of, run, served, until, user
+from tests.gateway.harness import Replier, client_of, run, serve, until, user
 
 TOKEN = "a token of the opener"
 AUTH = {"authorization": f"Bearer {TOKEN}"}
@@ -47,8 +47,8 @@ async def measured(gateway, headers=None):
 
 def test_health_covers_engine_and_store(tmp_path, caplog):
     async def body():
-        engine = Teller()
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier()
+        async with serve(engine, output=tmp_path) as gateway:
             assert await got(gateway, "/healthz") == (200, b'{"status":"ok","version":0,"failing":[]}')
 
             async def unreachable():
@@ -81,8 +81,8 @@ def test_health_covers_engine_and_store(tmp_path, caplog):
 
 def test_metrics_count_events():
     async def body():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 talk = client.chat.completions.create
@@ -122,8 +122,8 @@ def test_metrics_count_events():
 
 def test_a_retry_is_counted_once_and_unknown_paths_make_no_labels():
     async def body():
-        engine = Teller("hello", hold_at=3)
-        async with served(engine) as gateway:
+        engine = Replier("hello", hold_at=3)
+        async with serve(engine) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
@@ -148,7 +148,7 @@ def test_a_retry_is_counted_once_and_unknown_paths_make_no_labels():
 
 def test_metrics_need_the_token():
     async def body():
-        async with served(token=TOKEN) as gateway:
+        async with serve(token=TOKEN) as gateway:
             assert (await got(gateway, "/metrics"))[0] == 401
             assert (await got(gateway, "/metrics", {"authorization": "Bearer x"}))[0] == 401
             assert "sessions_open" in await measured(gateway, AUTH)
@@ -164,7 +164,7 @@ def test_metrics_need_the_token():
 def test_the_access_log_has_a_line_per_request_and_no_secrets(tmp_path, prompts):
     async def body():
         where = {"access_log": str(tmp_path / "access.jsonl"), "log_prompts": prompts}
-        async with served(Teller("a secret answer"), token=TOKEN, **where) as gateway:
+        async with serve(Replier("a secret answer"), token=TOKEN, **where) as gateway:
             session = await gateway.open("s")
             async with client_of(session) as client:
                 await client.chat.completions.create(model="m", messages=[user("my secret plan")])
@@ -200,14 +200,14 @@ def test_the_access_log_has_a_line_per_request_and_no_secrets(tmp_path, prompts)
 
 def test_an_unwritable_access_log_is_reported_at_once_and_fails_no_request(tmp_path, caplog):
     async def broken():
-        async with served(access_log=str(tmp_path / "none" / "access.jsonl")):
+        async with serve(access_log=str(tmp_path / "none" / "access.jsonl")):
             pass
 
     with pytest.raises(OSError, match="access log"):
         run(broken)
 
     async def full():
-        async with served(access_log="/dev/full") as gateway:
+        async with serve(access_log="/dev/full") as gateway:
             assert (await got(gateway, "/sessions/x"))[0] == 404
             assert (await got(gateway, "/sessions/x"))[0] == 404
 
@@ -220,7 +220,7 @@ def test_an_unwritable_access_log_is_reported_at_once_and_fails_no_request(tmp_p
 
 def test_the_openapi_description_matches_the_routes():
     async def body():
-        router = Server(Gateway(Teller()))._runner.app.router
+        router = Server(Gateway(Replier()))._runner.app.router
         routes = {(route.method, route.resource.canonical) for route in router.routes()}
         return routes, openapi.describe_routes(router)
 
@@ -240,7 +240,7 @@ def in_thread():
     ready, done, running = threading.Event(), asyncio.Event(), {}
 
     async def main():
-        async with served(Teller("hello"), token=TOKEN, body_bytes=100_000) as gateway:
+        async with serve(Replier("hello"), token=TOKEN, body_bytes=100_000) as gateway:
             session = await gateway.open("known", SessionConfig(max_tokens=8))
             running.update(url=gateway.address, key=session.key, loop=asyncio.get_running_loop())
             async with client_of(session) as client:
@@ -327,8 +327,8 @@ def _explored(examples):
 
 def test_a_closing_gateway_finishes_streams_and_accepts_no_new_ones(tmp_path):
     async def body():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine, output=tmp_path, drain_s=30) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, output=tmp_path, drain_s=30) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 stream = await client.chat.completions.create(model="m", messages=[user("a")], stream=True)
@@ -342,7 +342,7 @@ def test_a_closing_gateway_finishes_streams_and_accepts_no_new_ones(tmp_path):
                 text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
                 assert text == "hello"
                 await ending
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["finish"], turn["verdict"]) == ("stop", "exact")
 
@@ -351,15 +351,15 @@ def test_a_closing_gateway_finishes_streams_and_accepts_no_new_ones(tmp_path):
 
 def test_a_stream_that_exceeds_the_drain_time_is_cut_and_its_tokens_are_kept(tmp_path):
     async def body():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine, output=tmp_path, drain_s=0.1) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, output=tmp_path, drain_s=0.1) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
                 await engine.held.wait()
         with pytest.raises(Exception, match=r"Connection|accepts no more"):
             await talk
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["finish"], turn["sampled_tokens"]) == ("cut", 2)
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.harness import ADD, Teller, client_of, run, served, until, user
+from tests.gateway.harness import ADD, Replier, client_of, run, serve, until, user
 
 PATHS = ["v1/chat/completions", "v1/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens"]
 SCALAR = st.one_of(
@@ -54,7 +54,7 @@ BODY = st.tuples(
 
 def test_no_body_crashes_the_gateway():
     async def steps():
-        async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
+        async with serve(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open(config=SessionConfig(max_tokens=8))
             loop = asyncio.get_running_loop()
 
@@ -99,7 +99,7 @@ def test_no_field_value_crashes_the_gateway():
     """Each known field alone, in each dialect, with unexpected values."""
 
     async def steps():
-        async with served() as gateway, aiohttp.ClientSession() as http:
+        async with serve() as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open(config=SessionConfig(max_tokens=2))
             auth = {"authorization": f"Bearer {session.key}"}
             for path in PATHS:
@@ -116,7 +116,7 @@ def test_no_field_value_crashes_the_gateway():
 
 def test_deep_arguments_are_refused_or_kept():
     async def steps():
-        async with served() as gateway, aiohttp.ClientSession() as http:
+        async with serve() as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()
             deep = "[" * 900 + "]" * 900
             tool = b'{"type": "function", "function": {"name": "f", "parameters": {"x": %b}}}'
@@ -132,8 +132,8 @@ def test_deep_arguments_are_refused_or_kept():
 
 def test_a_client_that_does_not_read_is_dropped_and_delays_no_other():
     async def steps():
-        engine = Teller("x" * 3000)
-        async with served(engine, write_s=0.3) as gateway:
+        engine = Replier("x" * 3000)
+        async with serve(engine, write_s=0.3) as gateway:
             session = await gateway.open(config=SessionConfig(max_tokens=100_000))
             body = orjson.dumps({"model": "m", "stream": True, "logprobs": True, "messages": [user("a")]})
             head = (
@@ -155,10 +155,31 @@ def test_a_client_that_does_not_read_is_dropped_and_delays_no_other():
     run(steps)
 
 
+def test_deltas_that_follow_each_other_at_once_are_written_together():
+    async def steps():
+        engine = Replier("x" * 200, hold_at=100)
+        async with serve(engine) as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open(config=SessionConfig(max_tokens=1000))
+            auth, body = {"authorization": f"Bearer {session.key}"}, {"model": "m", "stream": True}
+            url = f"{session.openai_base_url}/chat/completions"
+            async with http.post(url, json={**body, "messages": [user("a")]}, headers=auth) as response:
+                await engine.held.wait()
+                data = b""
+                while data.count(b'"content":"x"') < 100:  # they arrive, though nothing follows them
+                    data += await response.content.readany()
+                engine.go.set()
+                chunks = [data async for data, _ in response.content.iter_chunks()]
+            assert sum(chunk.count(b'"content":"x"') for chunk in chunks) == 100
+            assert chunks[-1].endswith(b"[DONE]\n\n")
+            assert len(chunks) < 50
+
+    run(steps)
+
+
 def test_calls_wait_for_a_weight_update_with_keep_alives():
     async def steps():
-        engine = Teller("hello", hold_at=0)
-        async with served(engine, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
+        engine = Replier("hello", hold_at=0)
+        async with serve(engine, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()
             auth = {"authorization": f"Bearer {session.key}"}
             for path, more in (("v1/chat/completions", {}), ("v1/messages", {"max_tokens": 9})):
@@ -178,7 +199,7 @@ def test_nothing_secret_is_logged(caplog):
     caplog.set_level(logging.DEBUG)
 
     async def steps():
-        async with served(Teller(fail_at=0), token="a token for the opener") as gateway:
+        async with serve(Replier(fail_at=0), token="a token for the opener") as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
                 with pytest.raises(Exception, match="out of memory"):
@@ -192,8 +213,8 @@ def test_nothing_secret_is_logged(caplog):
 
 def test_a_closing_gateway_answers_waiting_calls(tmp_path):
     async def steps():
-        engine = Teller("hello", hold_at=2)
-        async with served(engine, output=tmp_path) as gateway:
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
                 talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
@@ -202,7 +223,7 @@ def test_a_closing_gateway_answers_waiting_calls(tmp_path):
                 with pytest.raises(Exception, match="accepts no more calls"):
                     await talk
         assert engine.running == 0
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             description = gateway.find("t").describe()
             assert [(turn["finish"], turn["sampled_tokens"]) for turn in description["turns"]] == [("cut", 2)]
 
@@ -213,7 +234,7 @@ def test_a_foreign_host_name_opens_no_session():
     """DNS rebinding from a browser page: the connection is to 127.0.0.1, the host name is the page's."""
 
     async def main():
-        async with served() as gateway, aiohttp.ClientSession() as http:
+        async with serve() as gateway, aiohttp.ClientSession() as http:
             statuses = {}
             for host in ("evil.example:8400", "localhost:8400", "127.0.0.1"):
                 async with http.post(f"{gateway.address}/sessions", headers={"host": host}) as answer:

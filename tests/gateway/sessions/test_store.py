@@ -9,7 +9,7 @@ from loopwright.core.episode import Node
 from loopwright.core.errors import StorageError
 from loopwright.gateway.sessions.graph import key_of
 from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_statement
-from tests.gateway.harness import ADD, run, served, user
+from tests.gateway.harness import ADD, run, serve, user
 
 
 @contextmanager
@@ -95,12 +95,12 @@ def test_t04_tools_and_calls_are_found_again_after_a_restart(tmp_path):
     told = [user("hi"), said, {"role": "tool", "tool_call_id": "a", "content": "2"}]
 
     async def story():
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             session = await gateway.open("s")
             await session.served.session.turn(told, [ADD])
             await session.served.save()
             before = len(session.served.session.graph.nodes)
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             session = (await gateway.open("s")).served.session
             assert len(session.graph.nodes) == before
             turn = await session.turn(told, [ADD])

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from tests.gateway.harness import ADD, Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.harness import ADD, Replier, call, claude_of, client_of, run, serve, user
 
 MUL = {"type": "function", "function": {"name": "mul", "parameters": {"type": "object", "properties": {}}}}
 SHAPE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -29,7 +29,7 @@ def last(engine, number=-1):
 
 def run_with(engine, steps, **config):
     async def main():
-        async with served(engine, **config) as gateway:
+        async with serve(engine, **config) as gateway:
             session = await gateway.open()
             async with client_of(session) as client, claude_of(session) as claude:
                 return await steps(session, client, claude)
@@ -49,7 +49,7 @@ def run_with(engine, steps, **config):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_is_started_for_the_policy(choice, prefix, stream):
-    engine = Teller(call("mul", a=1))
+    engine = Replier(call("mul", a=1))
 
     async def steps(session, client, _):
         options = {"tools": [ADD, MUL], "tool_choice": choice}
@@ -78,7 +78,7 @@ def test_a_required_call_is_started_for_the_policy(choice, prefix, stream):
 
 
 def test_tool_choice_none_does_not_fork_the_conversation():
-    engine = Teller(lambda prompt: call(a=1) if "again" in prompt else "so")
+    engine = Replier(lambda prompt: call(a=1) if "again" in prompt else "so")
 
     async def steps(session, client, claude):
         message = (await chat(client, tools=[ADD])).choices[0].message
@@ -97,7 +97,7 @@ def test_tool_choice_none_does_not_fork_the_conversation():
 
 
 def test_anthropic_and_responses_choose_tools_too():
-    engine = Teller(call("add", a=1))
+    engine = Replier(call("add", a=1))
 
     async def steps(session, client, claude):
         options = {"model": "m", "max_tokens": 99, "messages": [user("hi")], "tools": TOOLS}
@@ -132,13 +132,13 @@ def test_unsupported_options_are_refused(more, words):
             await chat(client, **more)
         assert len(session.served.session.graph.nodes) == 1
 
-    run_with(Teller(), steps)
+    run_with(Replier(), steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_at_a_time_ends_the_turn_before_the_second(stream):
     text = f"so {call(a=1)}\n{call('mul', b=2)}"
-    engine = Teller(text)
+    engine = Replier(text)
 
     async def steps(session, client, claude):
         options = {"tools": [ADD, MUL], "parallel_tool_calls": False}
@@ -172,7 +172,7 @@ def test_one_call_at_a_time_ends_the_turn_before_the_second(stream):
 
 @pytest.mark.parametrize("form", ["json_object", "json_schema"])
 def test_a_json_answer_is_requested_and_started(form):
-    engine = Teller('{"a": 1}')
+    engine = Replier('{"a": 1}')
 
     async def steps(session, client, _):
         requested_format = {"type": form}
@@ -246,8 +246,8 @@ async def streamed(dialect, client, claude, **more):
                 text += event.delta if event.type == "response.output_text.delta" else ""
             reason = event.type
         case _:
-            asked = {"model": "m", "max_tokens": 999, "tools": TOOLS, "messages": [user("hi")], "stream": True}
-            async for event in await claude.messages.create(**{**asked, **more}):
+            request = {"model": "m", "max_tokens": 999, "tools": TOOLS, "messages": [user("hi")], "stream": True}
+            async for event in await claude.messages.create(**{**request, **more}):
                 if event.type == "content_block_start" and event.content_block.type == "tool_use":
                     names.append(event.content_block.name)
                 if event.type == "content_block_delta":
@@ -260,7 +260,7 @@ async def streamed(dialect, client, claude, **more):
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 def test_arguments_are_streamed_in_fragments_once_the_call_is_complete(dialect):
     reply = call("add", text="abcdef", more=1)
-    engine = Teller(reply)
+    engine = Replier(reply)
 
     async def steps(session, client, claude):
         names, fragments, text, reason = await streamed(dialect, client, claude)
@@ -293,18 +293,18 @@ def test_t17_a_call_that_was_cut_is_never_shown_as_one(dialect, length):
                 answer = await client.responses.create(model="m", input="hi", tools=FLAT, max_output_tokens=length)
                 assert ([item.type for item in answer.output], answer.status) == (["message"], "incomplete")
             case _:
-                asked = {"model": "m", "max_tokens": length, "tools": TOOLS, "messages": [user("hi")]}
-                answer = await claude.messages.create(**asked)
+                request = {"model": "m", "max_tokens": length, "tools": TOOLS, "messages": [user("hi")]}
+                answer = await claude.messages.create(**request)
                 assert ([block.type for block in answer.content], answer.stop_reason) == (["text"], "max_tokens")
 
     assert length < len(reply)
-    run_with(Teller(reply), steps)
+    run_with(Replier(reply), steps)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
 def test_text_that_resembles_a_call_is_text(dialect):
     text = "use <tool_call> tags, <tool_ca or <tool_call>{no}</tool_call>"
-    engine = Teller(text)
+    engine = Replier(text)
 
     async def steps(session, client, claude):
         if dialect == "chat":
@@ -330,8 +330,8 @@ def test_t17_arguments_too_deep_for_anybody_are_text(depth):
         answer = (await chat(client, tools=[ADD])).choices[0]
         assert (answer.message.tool_calls, answer.message.content, answer.finish_reason) == (None, reply, "stop")
         await chat(client, [user("hi"), answer.message, user("no JSON")], tools=[ADD])
-        asked = {"model": "m", "max_tokens": 40_000, "tools": TOOLS}
-        async with claude.messages.stream(messages=[user("hi")], **asked) as stream:
+        request = {"model": "m", "max_tokens": 40_000, "tools": TOOLS}
+        async with claude.messages.stream(messages=[user("hi")], **request) as stream:
             message = await stream.get_final_message()
         assert (message.content[0].text, message.stop_reason) == (reply, "end_turn")
         # Other tools are another conversation.
@@ -339,11 +339,11 @@ def test_t17_arguments_too_deep_for_anybody_are_text(depth):
         deep = {"id": "1", "type": "function", "function": {"name": "f", "arguments": nested}}
         await chat(client, [user("other"), {"role": "assistant", "content": None, "tool_calls": [deep]}, user("x")])
 
-    run_with(Teller(reply), steps)
+    run_with(Replier(reply), steps)
 
 
 def test_reasoning_is_streamed_in_every_dialect():
-    engine = Teller("<think>\nhm, so\n</think>\n\nyes")
+    engine = Replier("<think>\nhm, so\n</think>\n\nyes")
 
     async def steps(session, client, claude):
         chunks = [c async for c in await chat(client, stream=True)]
@@ -387,7 +387,7 @@ def test_reasoning_is_streamed_in_every_dialect():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prefill_is_inserted_and_the_rest_is_sampled(stream):
-    engine = Teller('{"a": 1}')
+    engine = Replier('{"a": 1}')
 
     async def steps(session, client, claude):
         options = {"model": "m", "max_tokens": 99, "messages": [user("hi"), {"role": "assistant", "content": '{"a":'}]}
@@ -430,7 +430,7 @@ def test_images_are_refused_in_every_dialect():
         with pytest.raises(anthropic.BadRequestError, match="images are not supported"):
             await claude.messages.create(model="m", max_tokens=9, messages=[user([result])])
 
-    run_with(Teller(), steps)
+    run_with(Replier(), steps)
 
 
 def test_a_turn_with_options_is_repeated_after_a_restart(tmp_path):
@@ -442,7 +442,7 @@ def test_a_turn_with_options_is_repeated_after_a_restart(tmp_path):
         async with aiohttp.ClientSession() as http:
             answers = []
             for retry in ("0", "1"):
-                async with served(Teller(call(a=1)), output=tmp_path) as gateway:
+                async with serve(Replier(call(a=1)), output=tmp_path) as gateway:
                     session = await gateway.open("s")
                     headers = {"authorization": f"Bearer {session.key}", "x-stainless-retry-count": retry}
                     url = f"{session.openai_base_url}/chat/completions"

@@ -15,7 +15,7 @@ from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
-from tests.gateway.harness import Teller, until
+from tests.gateway.harness import Replier, until
 
 TASK = Task("t", ({"role": "user", "content": "What is it?"},), "secret label")
 CHAT = """
@@ -44,7 +44,7 @@ class RemoteSetup:
     """A pool of one remote worker with its gateway and engine."""
 
     def __init__(self, directory: Path, engine=None, *, run_tests=False, over_http=False, **config):
-        self.engine = engine or Teller("an answer")
+        self.engine = engine or Replier("an answer")
         self.config = RemoteConfig(**{"deadline_s": 20.0, **config})
         self.host = EmbeddedGatewayHost(GatewayConfig(), lambda: self.engine)
         self.worker = None

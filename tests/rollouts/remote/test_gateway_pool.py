@@ -15,7 +15,7 @@ from loopwright.rollouts.remote.agent import AgentExit
 from loopwright.rollouts.remote.blame import TimeLimit, assign_blame
 from loopwright.rollouts.remote.gateway_host import GatewayAccess, GatewayHost
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
-from tests.gateway.harness import served, until
+from tests.gateway.harness import serve, until
 from tests.rollouts.remote.agents import TASK, open_setup, program
 
 REQUEST = RolloutRequest(TASK, "0", trial=1)
@@ -127,12 +127,12 @@ def test_a01_an_agent_that_fails_while_its_gateway_restarts_is_not_the_policys_f
 def test_t04_a_session_records_whether_its_gateway_restarted(tmp_path):
     async def main():
         for restored in (False, True):
-            async with served(output=tmp_path) as gateway:
+            async with serve(output=tmp_path) as gateway:
                 session = await gateway.open("one")
                 assert session.served.describe()["restored"] is restored
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             await (await gateway.open("one")).close()
-        async with served(output=tmp_path) as gateway:
+        async with serve(output=tmp_path) as gateway:
             assert gateway.find("one").describe()["restored"] is False, "it had ended before"
 
     asyncio.run(main())
