@@ -355,10 +355,7 @@ class Gateway:
             self._recover_open()
             for session in list(self.sessions.values()):
                 with suppress(StorageError):  # the next sweep tries again; requests for it raise the error
-                    if session.is_expired():
-                        await session.close("expired", Outcome.EXPIRED, f"no call for {session.config.ttl_s:g} s")
-                    elif session.needs_settling:
-                        await session.settle()
+                    await session.tidy()
                 if self._is_over(session):
                     self._drop(session)
 

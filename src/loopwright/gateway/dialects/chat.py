@@ -1,6 +1,7 @@
 """OpenAI chat completions. Their message format is also the one we use internally."""
 
 import secrets
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -182,7 +183,7 @@ def _head(request: TurnRequest, call_id: str, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{call_id}",
         "object": kind,
-        "created": fields.now(),
+        "created": int(time.time()),
         "model": request.model,
         "system_fingerprint": None,
     }

@@ -105,22 +105,19 @@ class RequestObserver:
         buckets[bisect_left(_BOUNDS_S, seconds)] += 1
         self._total_s[route] = self._total_s.get(route, 0.0) + seconds
         if (entry := request.get(CALL)) is not None:
-            self._observe_call(entry[1])
+            call = entry[1]
+            # What a call sampled is counted once, however many requests follow it.
+            sampled = sum(draft.sampled for draft in call.drafts)
+            self._sampled_tokens += sampled - call.tokens_counted
+            call.tokens_counted = sampled
+            if call.turns is None:
+                if isinstance(error := call.error, EngineError) and not isinstance(error, ContextFull):
+                    self._engine_errors += 1
+            elif not call.turns_counted:
+                call.turns_counted = True
+                self._turns.update(call.owner.session.verdicts[draft.node].kind for draft in call.drafts)
         if self._log is not None and route not in _UNLOGGED:
             self._log.write(self._log_entry(request, route, status, seconds))
-
-    def _observe_call(self, call: SessionCall) -> None:
-        """Count what a call sampled: once, however many requests follow it."""
-        sampled = sum(draft.sampled for draft in call.drafts)
-        self._sampled_tokens += sampled - call.tokens_counted
-        call.tokens_counted = sampled
-        if call.turns is None:
-            if isinstance(error := call.error, EngineError) and not isinstance(error, ContextFull):
-                self._engine_errors += 1
-        elif not call.turns_counted:
-            call.turns_counted = True
-            for draft in call.drafts:
-                self._turns[call.owner.session.verdicts[draft.node].kind] += 1
 
     def _log_entry(self, request: web.Request, route: str, status: int, seconds: float) -> dict[str, Any]:
         id = request.match_info.get("id")

@@ -62,10 +62,6 @@ def snapshot_of(data: Mapping[str, Any]) -> str:
     return blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
-def _equal(key: str, secret: str) -> bool:
-    return hmac.compare_digest(key.encode("utf-8", "replace"), secret.encode("utf-8", "replace"))
-
-
 class ServedSession:
     """One agent's session at the gateway. `status` is `open`, `frozen`, `complete`, `expired` or `deleted`."""
 
@@ -121,16 +117,20 @@ class ServedSession:
 
     def admits(self, key: str) -> bool:
         """Whether this is its key, compared in constant time: whoever has it may call models."""
-        return _equal(key, self.key)
+        return hmac.compare_digest(key.encode("utf-8", "replace"), self.key.encode())
 
     def is_owned_by(self, key: str) -> bool:
         """Whether this key may read, end and delete it."""
-        return _equal(key, self.config.owner_key or self.key)
+        owner_key = self.config.owner_key or self.key
+        return hmac.compare_digest(key.encode("utf-8", "replace"), owner_key.encode("utf-8", "replace"))
 
     def belongs_to(self, config: SessionConfig) -> bool:
         """Whether the same run opens it again, for the same trial."""
         same = (self.config.run, self.config.trial) == (config.run, config.trial)
-        return same and _equal(self.config.owner_key or "", config.owner_key or "")
+        ours, theirs = (
+            each.encode("utf-8", "replace") for each in (self.config.owner_key or "", config.owner_key or "")
+        )
+        return same and hmac.compare_digest(ours, theirs)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -268,12 +268,6 @@ class ServedSession:
                 self._settling.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._settling)
 
-    @property
-    def needs_settling(self) -> bool:
-        """Whether it has ended, the store does not know it, and nothing is about to write it."""
-        is_idle = self._settling is None or self._settling.done()
-        return is_idle and self.status != "open" and self._saved_status != self.status
-
     async def _write_status(self) -> None:
         status = self.status
         if self._running and status != "open":
@@ -301,9 +295,13 @@ class ServedSession:
         """The refusal of a call that this session does not accept, or that was stopped with it."""
         return Refusal.closed(self.id, "closing" if self.status == "open" else self.status)
 
-    def is_expired(self) -> bool:
-        """Whether it was idle for longer than its `ttl_s`."""
-        return self.status == "open" and not self._running and self.clock() - self._used_at >= self.config.ttl_s
+    async def tidy(self) -> None:
+        """Close it if it was idle for longer than its `ttl_s`; if it has ended, the store has to know that."""
+        if self.status == "open":
+            if not self._running and self.clock() - self._used_at >= self.config.ttl_s:
+                await self.close("expired", Outcome.EXPIRED, f"no call for {self.config.ttl_s:g} s")
+        elif self._settling is None or self._settling.done():
+            await self.settle()
 
     def seconds_since_end(self) -> float:
         """Seconds since it ended, if the store knows that; 0 before."""

@@ -12,13 +12,12 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
 from loopwright.engines.base import BadSampling, Chunk, ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.dialects.fields import BadRequest
-from loopwright.gateway.sessions.engine_wait import EngineWait
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.graph import RAW, Graph, Key, copy_message
 from loopwright.gateway.sessions.model_template import template_of
 from loopwright.gateway.sessions.template import ChatTemplate
 from loopwright.gateway.sessions.tool_calls import Tool
-from loopwright.gateway.sessions.turn import Delta, Draft, Turn, check_chunk, ids_array
+from loopwright.gateway.sessions.turn import Delta, Draft, EngineWait, Turn, check_chunk
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 from loopwright.gateway.sessions.turn_parser import THINK, TurnParser
 
@@ -256,7 +255,7 @@ class Session:
             chunk: Chunk | None = None
             rest = sampling.after(len(draft.ids)) if draft.ids else sampling
             # Prompts are long, and most turns are never paused: copied only if necessary.
-            ids = draft.prompt + ids_array(draft.ids) if draft.ids else draft.prompt
+            ids = draft.prompt + array("q", draft.ids) if draft.ids else draft.prompt
             async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
                     check_chunk(chunk)
@@ -362,7 +361,7 @@ class Session:
         """Add the seconds inside to a phase, such as `tools`: work that was done on behalf of the policy."""
         clock = asyncio.get_running_loop().time
         start = clock()
-        self.engine_wait.enter(name, start)
+        self.engine_wait.count(name, 1, start)
         try:
             yield
         except asyncio.CancelledError:
@@ -371,7 +370,7 @@ class Session:
         finally:
             end = clock()
             self.phases_s[name] = self.phases_s.get(name, 0.0) + end - start
-            self.engine_wait.leave(name, end)
+            self.engine_wait.count(name, -1, end)
 
     def silent_s(self, now: float | None = None) -> float:
         """How long the engine has returned no token, or had, without `now`, when a turn was last cancelled."""

@@ -192,10 +192,6 @@ class FamilyTemplate(ChatTemplate):
         ids = self._frame("system", options.instruction) if options.instruction else []
         return [*ids, *self._turn_header, *(self._encode(options.prefill) if options.prefill else ())]
 
-    def closing(self, sampled: Sequence[int]) -> list[int]:
-        """The ids after a sampled message, including its end where it was cut off."""
-        return [*([] if sampled and sampled[-1] in self._ends else [self.end_id]), *self._separator]
-
     def begin(self, conversation: Sequence[Message], tools: Sequence[Tool], options: TurnOptions) -> Continuation:
         rendered = [
             self.render(message, first=not index, tools=() if index else tools)
@@ -206,15 +202,16 @@ class FamilyTemplate(ChatTemplate):
     def extend(
         self, conversation: Sequence[Message], start: int, tools: Sequence[Tool], options: TurnOptions, turn: Node
     ) -> Continuation:
-        added = "" if turn.ids[-1] in self._ends else self.text_added(conversation[start - 1], turn)
-        closing = [*self._encode(added), *self.closing(turn.ids[len(turn.ids) - turn.sampled :])]
+        closing = list(self._separator)
+        if is_cut := turn.ids[-1] not in self._ends or not turn.sampled:
+            closing = [*self._encode(self.text_added(conversation[start - 1], turn)), self.end_id, *closing]
         rendered = [self.render(message, first=False, tools=()) for message in conversation[start:]]
         opening = self.opening(options)
         if rendered:
             rendered[0] = [*closing, *rendered[0]]
         else:
             opening = [*closing, *opening]
-        return Continuation(rendered, opening, options, ends_turn=self.end_id in closing)
+        return Continuation(rendered, opening, options, ends_turn=is_cut)
 
 
 class ChatML(FamilyTemplate):

@@ -1,9 +1,8 @@
-"""A turn of the policy: the draft while it is sampled, the deltas that a stream shows, and the result."""
+"""A turn of the policy: the draft while it is sampled, the deltas that a stream shows, the result, and engine time."""
 
 import math
-import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,13 +12,10 @@ from loopwright.engines.base import Chunk, EngineError, Sampling, Tops
 from loopwright.gateway.sessions.exactness import Verdict
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 
+MAX_SLOWDOWN = 10
+"""A rollout that needs more engine time than this many deadlines is given up, and counts as lost."""
 Ids: TypeAlias = "array[int]"
 """All ids of a conversation. They are copied in every turn, and copying an array of machine integers is cheap."""
-
-
-def ids_array(ids: Sequence[int]) -> Ids:
-    """Ids as machine integers. An array takes ten times as long to convert them itself."""
-    return array("q", struct.pack(f"{len(ids)}q", *ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +149,38 @@ def check_chunk(chunk: Chunk) -> None:
     for logprob in chunk.logprobs:
         if not isinstance(logprob, float | int) or not math.isfinite(logprob):
             raise EngineError(f"the engine returned {logprob} as a logprob")
+
+
+class EngineWait:
+    """Engine time: how long a session could do nothing but wait for its engine, which is never the policy's fault.
+
+    That is the time in which turns were sampled or queued, and no tool or command ran on the policy's behalf.
+    Concurrent turns count once, so nobody gains time by asking twice.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """When the current wait began, on the event loop's clock; None if the session does not wait."""
+        self.on_change: Callable[[], None] | None = None
+        """Called when a wait begins or ends."""
+        self._turns = self._tasks = 0
+        self._total_s = 0.0
+
+    def total_s(self, now: float) -> float:
+        """Seconds so far, including the current wait."""
+        return self._total_s + (0.0 if self.since is None else now - self.since)
+
+    def count(self, phase: str, change: int, now: float) -> None:
+        """Start (1) or end (-1) a phase: `generate` waits for the engine, others are work of the policy's choice."""
+        if phase == "generate":
+            self._turns += change
+        else:
+            self._tasks += change
+        is_waiting = self._turns > 0 and not self._tasks
+        if is_waiting is (self.since is not None):
+            return
+        if self.since is not None:
+            self._total_s += now - self.since
+        self.since = now if is_waiting else None
+        if self.on_change is not None:
+            self.on_change()

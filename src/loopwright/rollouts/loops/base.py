@@ -12,8 +12,8 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.registry import Registry, config_parser
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
-from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session import Session, SessionLimits
+from loopwright.gateway.sessions.turn import MAX_SLOWDOWN
 from loopwright.rollouts.pools.resources import PlacementConfig
 
 

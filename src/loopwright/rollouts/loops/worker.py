@@ -16,8 +16,8 @@ from loopwright.core.task import Task
 from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
 from loopwright.engines.weight_update import WeightUpdate as WeightUpdate
 from loopwright.engines.weight_update import apply_update
-from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session import BudgetSpent, Session
+from loopwright.gateway.sessions.turn import MAX_SLOWDOWN
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
 from loopwright.rollouts.pools.base import Worker, contain_failures
 from loopwright.rollouts.pools.steps import BLOCKED_S, WatchedCall, current_call

@@ -18,8 +18,8 @@ from loopwright.execution.sandbox import Sandbox, SandboxError, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.gateway.client import CompletedSession, GatewayLost
 from loopwright.gateway.refusal import Refusal
-from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session_config import SessionConfig
+from loopwright.gateway.sessions.turn import MAX_SLOWDOWN
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest, engine_too_slow
 from loopwright.rollouts.pools.base import PoolDown
