@@ -242,6 +242,53 @@ def test_t13_the_items_of_a_conversation(tmp_path):
     run(main)
 
 
+def test_t13_deleted_items_leave_a_conversation_and_stay_recorded(tmp_path):
+    async def main():
+        engine = Replier(lambda prompt: f"<think>so</think>{prompt.count('<|im_start|>')}")
+        async with serve(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+            items = client.conversations.items
+            id = (await client.conversations.create(items=[user("one")])).id
+            reply = await client.responses.create(model="m", input="two", conversation=id)
+            (three,) = (await items.create(id, items=[user("three")])).data
+            turns = session.served.describe()["turns"]
+            assert (await items.delete(reply.output[-1].id, conversation_id=id)).id == id
+            assert (await items.delete(three.id, conversation_id=id)).object == "conversation"
+            for gone in (three.id, reply.output[0].id, "msg_0"):
+                with pytest.raises(openai.NotFoundError):
+                    await items.delete(gone, conversation_id=id)
+            assert session.served.describe()["turns"] == turns, "what was sampled stays recorded"
+            (four,) = (await items.create(id, items=[user("four")])).data
+            assert four.id != three.id
+        async with serve(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
+            items = client.conversations.items
+            before = [item async for item in items.list(id, order="asc")]
+            assert [item.content[0].text for item in before] == ["one", "two", "four"]
+            reply = await client.responses.create(model="m", input="five", conversation=id)
+            assert reply.output_text == "4", "one, two, four and five"
+            after = [item async for item in items.list(id, order="asc")]
+            assert [item.id for item in after[:3]] == [item.id for item in before]
+            assert [item.id for item in after[4:]] == [item.id for item in reply.output]
+            assert len({item.id for item in after}) == len(after)
+
+    run(main)
+
+
+def test_t13_a_call_is_deleted_after_those_that_follow_it():
+    async def main():
+        engine = Replier(call(a=1) + call(a=2))
+        async with serve(engine) as gateway, client_of(await gateway.open()) as client:
+            items, id = client.conversations.items, (await client.conversations.create()).id
+            reply = await client.responses.create(model="m", input="go", tools=[TOOL], conversation=id)
+            first, second = (item.id for item in reply.output)
+            with pytest.raises(openai.BadRequestError, match="delete those first"):
+                await items.delete(first, conversation_id=id)
+            for each in (second, first):
+                await items.delete(each, conversation_id=id)
+            assert [item.content[0].text async for item in items.list(id)] == ["go"]
+
+    run(main)
+
+
 def test_t13_what_a_client_adds_to_conversations_is_bounded():
     async def main():
         async with serve() as gateway, client_of(await gateway.open()) as client:

@@ -1,6 +1,7 @@
 """Stored responses and conversations, as OpenAI's API returns them: objects, items, and lists of items."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loopwright.engines.base import Sampling
@@ -62,11 +63,11 @@ def conversation_object(id: str, conversation: "Conversation") -> dict[str, Any]
     return {**head, "metadata": conversation.metadata}
 
 
-def items_of(messages: Sequence["StoredMessage"], scope: str, start: int = 0) -> list[dict[str, Any]]:
+def items_of(messages: Sequence["StoredMessage"], scope: str = "") -> list[dict[str, Any]]:
     """The items of messages. Items of a turn have the ids of its response, others an id from `scope` and position."""
     items: list[dict[str, Any]] = []
-    for position, stored in enumerate(messages, start):
-        message, id = stored.message, stored.call_id or f"{scope}_{position}"
+    for position, stored in enumerate(messages):
+        message, id = stored.message, stored.id or f"{scope}_{position}"
         match message.get("role"):
             case "assistant":
                 turn = Turn(message, "stop", 0, 0, 0)
@@ -79,6 +80,31 @@ def items_of(messages: Sequence["StoredMessage"], scope: str, start: int = 0) ->
                 item = {"id": f"msg_{id}", "type": "message", "role": role, "status": "completed"}
                 items.append({**item, "content": [part]})
     return items
+
+
+def without_item(messages: Sequence["StoredMessage"], item_id: str) -> list["StoredMessage"]:
+    """The messages, without one of their items. Refusal if they do not have it."""
+    for index, stored in enumerate(messages):
+        items = items_of([stored])
+        item = next((each for each in items if each["id"] == item_id), None)
+        if item is None:
+            continue
+        message, is_call = dict(stored.message), item["type"] not in ("reasoning", "message")
+        if item["type"] == "reasoning":
+            del message["reasoning_content"]
+        elif not is_call:
+            message["content"] = ""
+        elif item is not items[-1]:
+            raise BadRequest(
+                f"item: {item_id[:80]!r} is followed by other calls of its turn; delete those first", "item"
+            )
+        else:
+            message["tool_calls"] = list(message.get("tool_calls") or ())[:-1]
+        # Reasoning that leads to nothing is deleted with what it led to.
+        is_left = bool(message.get("content") or message.get("tool_calls"))
+        rest = [replace(stored, message={name: value for name, value in message.items() if value != []})]
+        return [*messages[:index], *(rest if is_left and len(items) > 1 else ()), *messages[index + 1 :]]
+    raise Refusal(404, "not_found", f"item {item_id[:80]!r} is not in this conversation", param="item", retry=False)
 
 
 def item_list(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

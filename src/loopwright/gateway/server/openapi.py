@@ -240,6 +240,13 @@ _ROUTES: dict[str, Route] = {
     "GET /{id}/v1/conversations/{conversation}/items/{item}": Route(
         "An item of a conversation", _SESSION, _object("id type"), None, _STATE_ERRORS
     ),
+    "DELETE /{id}/v1/conversations/{conversation}/items/{item}": Route(
+        "Delete an item; what was sampled stays recorded",
+        _SESSION,
+        _CONVERSATION,
+        None,
+        (400, *_STATE_ERRORS, 429, 500),
+    ),
     "POST /{id}/tokenize": _TOKENIZE,
     "POST /{id}/v1/tokenize": _TOKENIZE,
     "POST /{id}/v1/responses/input_tokens": Route(

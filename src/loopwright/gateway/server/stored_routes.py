@@ -19,10 +19,11 @@ from loopwright.gateway.dialects.stored_responses import (
     metadata_of,
     page_of,
     response_object,
+    without_item,
 )
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.request_handler import RequestHandler, json_response
-from loopwright.gateway.sessions.history import Conversation, StoredMessage
+from loopwright.gateway.sessions.history import Conversation
 from loopwright.gateway.sessions.served_session import ServedSession
 
 _MAX_ITEMS = 20
@@ -49,6 +50,7 @@ class StoredRoutes:
         add("GET", f"{conversation}/items", self._list_items)
         add("POST", f"{conversation}/items", self._add_items)
         add("GET", f"{conversation}/items/{{item}}", self._show_item)
+        add("DELETE", f"{conversation}/items/{{item}}", self._delete_item)
 
     def _find_session(self, request: web.Request) -> tuple[ServedSession, Responses]:
         session = self._handler.session(request)
@@ -110,12 +112,12 @@ class StoredRoutes:
 
     async def _list_items(self, request: web.Request) -> web.StreamResponse:
         session, _, id, _ = self._find_conversation(request)
-        return json_response(item_list(_items(session, id), request.query))
+        return json_response(item_list(items_of(session.history.messages_of(id)), request.query))
 
     async def _show_item(self, request: web.Request) -> web.StreamResponse:
         session, _, id, _ = self._find_conversation(request)
         item_id = request.match_info["item"]
-        for item in _items(session, id):
+        for item in items_of(session.history.messages_of(id)):
             if item["id"] == item_id:
                 return json_response(item)
         raise Refusal(404, "not_found", f"item {item_id[:80]!r} is not in this conversation", param="item", retry=False)
@@ -125,17 +127,13 @@ class StoredRoutes:
         messages = _parse_items(dialect, await self._handler.read_small_object(request))
         if not messages:
             raise BadRequest("items: at least one item is required", "items")
-        position = await session.history.add_messages(id, messages)
-        return json_response(page_of(items_of(list(map(StoredMessage, messages)), _scope(id), position)))
+        return json_response(page_of(items_of(await session.history.add_messages(id, messages))))
 
-
-def _scope(id: str) -> str:
-    """What the ids of a conversation's items start with."""
-    return id.removeprefix("conv_")
-
-
-def _items(session: ServedSession, id: str) -> list[dict[str, Any]]:
-    return items_of(session.history.messages_of(id), _scope(id))
+    async def _delete_item(self, request: web.Request) -> web.StreamResponse:
+        session, _, id, _ = self._find_conversation(request)
+        item_id = request.match_info["item"]
+        conversation = await session.history.edit_messages(id, lambda messages: without_item(messages, item_id))
+        return json_response(conversation_object(id, conversation))
 
 
 def _parse_items(dialect: Responses, body: dict[str, Any]) -> list[Message]:

@@ -5,7 +5,7 @@ Deleted responses and conversations can no longer be referred to. What was recor
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,12 @@ class Conversation:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     added: Sequence[tuple[int, Sequence[Message]]] = ()
     """Messages that the client added, after how many nodes of the session: turns with later nodes contain them."""
+    start: int = 0
+    """Turns with earlier nodes left it when an item was deleted; `added` has the messages that remained."""
+    remaining_ids: Sequence[str] = ()
+    """The ids of those messages."""
+    position: int = 0
+    """The position of the next message."""
 
     def add(self, count: int, messages: Sequence[Message]) -> "Conversation":
         """With more messages, in a session that has so many nodes."""
@@ -46,8 +52,8 @@ class StoredMessage:
     """A message of a stored conversation."""
 
     message: Message
-    call_id: str = ""
-    """The call that sampled it; empty if the client wrote it."""
+    id: str = ""
+    """Part of the ids of its items: the call that sampled it, or the conversation and its position there."""
     record: CallRecord = CallRecord()  # noqa: RUF009  frozen
 
 
@@ -148,7 +154,16 @@ class SessionHistory:
     def messages_of(self, id: str) -> list[StoredMessage]:
         """All messages of a conversation."""
         node, added = self._last_turn(id)
-        return [*(self.messages_up_to(node) if node else ()), *map(StoredMessage, added)]
+        messages = [*(self.messages_up_to(node) if node else ()), *map(StoredMessage, added)]
+        conversation, scope = self._conversations.get(id, Conversation()), id.removeprefix("conv_")
+        ids = conversation.remaining_ids
+        for index, stored in enumerate(messages):
+            if index < len(ids):
+                record = self.records.get(self._nodes.get(ids[index], 0), CallRecord())
+                messages[index] = replace(stored, id=ids[index], record=record)
+            elif not stored.id:
+                messages[index] = replace(stored, id=f"{scope}_{conversation.position + index - len(ids)}")
+        return messages
 
     async def open_conversation(self, created_at: int, metadata: Mapping[str, Any], messages: Sequence[Message]) -> str:
         """The id of a new conversation that starts with these messages."""
@@ -159,12 +174,26 @@ class SessionHistory:
             await self._write(id, conversation.add(self._count, messages) if messages else conversation)
         return id
 
-    async def add_messages(self, id: str, messages: Sequence[Message]) -> int:
-        """Add messages to a conversation, whose next turn follows them; returns how many it had before."""
+    async def add_messages(self, id: str, messages: Sequence[Message]) -> list[StoredMessage]:
+        """Add messages to a conversation, whose next turn follows them."""
         async with self._lock:
-            count = len(self.messages_of(id))
             await self._write(id, (self.find(id) or Conversation()).add(self._count, messages))
-        return count
+            return self.messages_of(id)[-len(messages) :]
+
+    async def edit_messages(self, id: str, edit: Callable[[list[StoredMessage]], list[StoredMessage]]) -> Conversation:
+        """The conversation, with other messages for its next turn. The turns before it stay in the record."""
+        async with self._lock:
+            messages, former = self.messages_of(id), self.find(id) or Conversation()
+            remaining = edit(messages)
+            conversation = replace(
+                former,
+                added=[(self._count, [stored.message for stored in remaining])],
+                start=self._count,
+                remaining_ids=[stored.id for stored in remaining],
+                position=former.position + len(messages) - len(former.remaining_ids),
+            )
+            await self._write(id, conversation)
+        return conversation
 
     async def set_metadata(self, id: str, metadata: Mapping[str, Any]) -> Conversation:
         """The conversation, with other metadata."""
@@ -198,6 +227,7 @@ class SessionHistory:
     def _last_turn(self, id: str) -> tuple[int, list[Message]]:
         """The last finished turn of a conversation, 0 if there is none, and the messages that were added after it."""
         nodes = self._owner.session.graph.nodes
-        turns = (node for node in reversed(self._turns.get(id, ())) if nodes[node].finish in ("stop", "length"))
-        last, conversation = next(turns, 0), self._conversations.get(id, Conversation())
+        conversation = self._conversations.get(id, Conversation())
+        turns = [node for node in self._turns.get(id, ()) if node >= conversation.start]
+        last = next((node for node in reversed(turns) if nodes[node].finish in ("stop", "length")), 0)
         return last, [message for count, messages in conversation.added if count > last for message in messages]
