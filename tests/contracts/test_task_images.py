@@ -1,6 +1,7 @@
 """A task's container image is honoured, or the task is refused by name."""
 
 import asyncio
+import html
 import logging
 import subprocess
 
@@ -10,6 +11,7 @@ import loopwright
 from loopwright.core.outcome import Outcome
 from loopwright.execution.sandbox import sandbox_of
 from loopwright.execution.sandbox.docker_images import DockerImages, ImageError
+from loopwright.reports.rollout.digest import read_rollouts, rollout_result
 from loopwright.rollouts.tasks.harbor.check import check_tasks
 from loopwright.rollouts.tasks.harbor.source import scan
 from tests.rollouts.harbor import write
@@ -63,6 +65,14 @@ def test_a06_tasks_that_need_an_image_are_left_out_one_by_one(tmp_path, caplog, 
     assert "line 1: the image 'debian:12-slim' needs Docker" in skipped["reasons"]["tasks: built"]
     assert "'swebench/base'" in skipped["reasons"]["tasks: based"]
     assert "broken/task.toml" in skipped["reasons"]["tasks: broken"]
+    page = html.unescape((tmp_path / "out/report.html").read_text())
+    assert "5 tasks of the sources cannot be attempted here" in page
+    assert all(name in page and reason in page for name, reason in skipped["reasons"].items())
+    with loopwright.Ledger.read(tmp_path / "out/first/ledger.db") as ledger:
+        event, lines = rollout_result(read_rollouts(ledger))
+    assert event["skipped_tasks"] == 5
+    names = "tasks: based, tasks: broken, tasks: built, tasks: foreign, tasks: plain"
+    assert sorted(lines[-1].removeprefix("5 tasks left out: ").split(", ")) == names.split(", ")
     assert "5 tasks are left out; 2 can be attempted" in caplog.text
 
 

@@ -271,6 +271,23 @@ class RolloutDigest(Digest):
         return part if isinstance(part, dict) else {}
 
     @property
+    def skipped_count(self) -> int:
+        """How many tasks of its sources were left out because they cannot be attempted."""
+        return int(self.part("skipped").get("count", 0))
+
+    @property
+    def skipped_reasons(self) -> Mapping[str, str]:
+        """Why, for the first of them, by their source and id."""
+        return dict(self.part("skipped").get("reasons", {}))
+
+    def skipped_notes(self) -> list[str]:
+        """A line that counts and names them, if there are any."""
+        if not self.skipped_count:
+            return []
+        more = ", …" if self.skipped_count > len(self.skipped_reasons) else ""
+        return [f"{counted(self.skipped_count, 'task')} left out: {', '.join(self.skipped_reasons)}{more}"]
+
+    @property
     def ended_outcomes(self) -> list[tuple[str, int]]:
         """How many rollouts ended in each way, the most common first."""
         return [(name, count) for name, count in self.outcomes.most_common() if name not in ("running", "aborted")]
@@ -390,7 +407,7 @@ def rollout_result(digest: RolloutDigest) -> tuple[dict[str, Any], list[str]]:
     for failure in digest.failures()[:3]:
         reason = f": {failure.reasons[0][0]}" if failure.reasons[0][0] else ""
         lines.append(f"{number(failure.count)} × {failure.outcome} (fault: {failure.fault}){reason}")
-    lines += digest.groups.notes(digest.rollout)
+    lines += [*digest.groups.notes(digest.rollout), *digest.skipped_notes()]
     event = {
         "counts": dict(digest.counts),
         "rollouts": total.ended,
@@ -399,5 +416,6 @@ def rollout_result(digest: RolloutDigest) -> tuple[dict[str, Any], list[str]]:
         "mean_reward": total.mean,
         "parts": total.part_means,
         "without_reward": digest.unscored,
+        "skipped_tasks": digest.skipped_count,
     }
     return event, lines

@@ -297,7 +297,7 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
     losses = f"{number(digest.unscored)} without a reward" if digest.unscored else "0 lost"
     produced = f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts"
     lines.append(f"trained on {number(digest.trained_rollouts)} of {produced}, {losses}")
-    lines += [*digest.groups.notes(digest.rollout), *warnings(digest)]
+    lines += [*digest.groups.notes(digest.rollout), *digest.skipped_notes(), *warnings(digest)]
     policy = digest.folder / "policy"
     is_saved = policy.is_dir()
     if is_saved:
@@ -310,6 +310,7 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
         "groups": dict(digest.groups.statuses),
         "mean_reward": total.mean,
         "without_reward": digest.unscored,
+        "skipped_tasks": digest.skipped_count,
         "steps": digest.last_step,
         "planned_steps": digest.planned,
         "skipped_steps": digest.skipped,
