@@ -1,5 +1,6 @@
 """`loopwright reread`, and which directories of trials `keep` leaves for it."""
 
+import csv
 import json
 
 import pytest
@@ -43,11 +44,43 @@ def test_a_corrected_pattern_is_read_from_the_kept_output(loopwright, tmp_path):
         assert loopwright("reread", tmp_path / "out", *fix, "--write", "--json").returncode == 0
 
     with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
-        assert [trial.outcome for trial in ledger.trials()] == ["metric_missing"] * 3 + ["crashed"]
+        assert [trial.outcome for trial in ledger.trials()] == ["ok"] * 3 + ["crashed"]
         revisions = json.loads(ledger.payload(2, "reread"))
-    assert [(revision["id"], revision["metrics"]) for revision in revisions] == [(1, {"y": 3.0}), (2, {"y": 3.0})]
+    assert [(revision["before"]["outcome"], revision["metrics"]) for revision in revisions] == [
+        ("metric_missing", {"y": 3.0})
+    ]
     assert loopwright("check", tmp_path / "out").returncode == 0
-    assert loopwright("reread", tmp_path / "out").returncode == 1
+
+
+def test_what_was_reread_is_what_everything_uses(loopwright, tmp_path):
+    """Given metrics that were read again and written, best.toml, CSV, report, compare and resume use them."""
+    command = "sh -c 'echo y={x} z=-{x}'"
+    document = scenario(command=command)
+    document["run"][0]["agent"] = {"type": "random", "trials": 8, "seed": 1}
+    output = tmp_path / "out"
+    lw.run(document, output, progress=False)
+    assert "x = 4" in (output / "r/best.toml").read_text()
+
+    fix = ["--set", "run.workload.metrics.y.regex=z=(-[0-9]+)"]
+    result = loopwright("reread", output, *fix, "--write")
+
+    assert result.returncode == 0, result.stderr
+    assert "8 changed" not in result.stdout  # copies from the cache are not read, but follow
+    assert "x = 1" in (output / "r/best.toml").read_text()
+    rows = list(csv.DictReader((output / "r/trajectory.csv").read_text().splitlines()))
+    assert [float(row["metric.y"]) for row in rows] == [-float(row["action.x"]) for row in rows]
+    assert {float(row["reward"]) for row in rows} == {-1.0, -2.0, -3.0, -4.0}
+    with Ledger.read(output / "r/ledger.db") as ledger:
+        times = [(trial.reserved_at, trial.finished_at) for trial in ledger.trials()]
+    assert all(end >= start for start, end in times)
+    assert loopwright("check", output).returncode == 0
+
+    more = ["--set", "run.agent.trials=12", "--accept-changes", *fix]
+    result = loopwright("resume", output, *more)
+    assert result.returncode == 0, result.stderr
+    rows = list(csv.DictReader((output / "r/trajectory.csv").read_text().splitlines()))
+    assert len(rows) == 12
+    assert {float(row["reward"]) for row in rows} == {-1.0, -2.0, -3.0, -4.0}
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("all", "1234"), ("best", "2"), ("failed", "4")])

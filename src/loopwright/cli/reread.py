@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from loopwright.core.reward import Objectives
 from loopwright.core.trial import Result, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number, short
-from loopwright.scenario.dispatch import hold, reopen
+from loopwright.scenario.dispatch import hold, reopen, write_all
 from loopwright.scenario.load import load
 from loopwright.workloads.command import PatternTimeout, read_metrics
 from loopwright.workloads.command_config import CommandConfig
@@ -32,11 +33,14 @@ def command(
     ] = None,
     overrides: Overrides = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Store the new metrics in the ledger, beside the old ones.")
+        bool, typer.Option("--write", help="Make them the results of the trials, and the reports again.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON object per trial, then the summary.")] = False,
 ) -> None:
-    """Read the metrics of finished trials again. Nothing is run, and what was recorded is never overwritten."""
+    """Read the metrics of finished trials again. Nothing is run.
+
+    With --write, reports, best.toml, the cache and `resume` use the new metrics; what they replace stays in the ledger.
+    """
     changed = overrides_of(overrides)
     loaded = reopen(output, changed) if scenario is None else load(scenario, set=changed)
     runs = [r for r in loaded.runs if isinstance(r.workload, CommandConfig) and run in (None, r.name)]
@@ -48,9 +52,10 @@ def command(
             stack.enter_context(hold(output))
         for config in runs:
             path = output / config.name / "ledger.db"
-            ledger = stack.enter_context(Ledger.open(path) if write else Ledger.read(path))
-            readable += _reread(ledger, config, write=write, json=json)
-    raise typer.Exit(0 if readable else 1)
+            with Ledger.open(path) if write else Ledger.read(path) as ledger:
+                readable += _reread(ledger, config, write=write, json=json)
+        code = write_all(output) if write else 0
+    raise typer.Exit(code if readable else 1)
 
 
 def _reread(ledger: Ledger, config: Any, *, write: bool, json: bool) -> int:
@@ -58,28 +63,32 @@ def _reread(ledger: Ledger, config: Any, *, write: bool, json: bool) -> int:
     counts: Counter[str] = Counter()
     best: tuple[float, Trial] | None = None
     id = 1 + len(ledger.state("rereads", []))
-    objectives = Objectives(config.reward)
-    for trial in list(ledger.trials(where="outcome IN ('ok', 'metric_missing') AND cached_from IS NULL")):
+    objectives, results = Objectives(config.reward), dict[str, Result]()
+    for trial in list(ledger.trials(where="outcome IN ('ok', 'metric_missing')")):
+        if trial.cached_from is not None:  # a copy; one from another campaign has nothing to read
+            if write and trial.cached_from in results:
+                _revise(ledger, trial, replace(results[trial.cached_from], cached_from=trial.cached_from), id)
+            continue
         directory = ledger.path.parent / "trials" / str(trial.number)
         for name, fidelity in config.fidelity.items():
             directory /= f"{name}-{fidelity.high}"
         if not directory.is_dir():
             counts["without output"] += 1
             continue
-        result, value = _read(config, objectives, trial, directory)
+        result = _read(config, objectives, trial, directory)
         now = "ok" if result.outcome is Outcome.OK else "missing"
         was = "ok" if trial.outcome is Outcome.OK else "missing"
-        is_same = was == now == "ok" and dict(result.metrics) == dict(trial.metrics)
+        is_same = was == now == "ok" and (dict(result.metrics), result.reward) == (dict(trial.metrics), trial.reward)
         still = "still missing" if now == "missing" else "as before" if is_same else "changed"
         counts[still if was == now else f"{was} → {now}"] += 1
-        if value is not None and (best is None or value > best[0]):
-            best = value, trial
-        revision = {"id": id, "metrics": result.metrics, "reward": value, "reason": result.reason}
-        if write and not is_same:
-            earlier = orjson.loads(ledger.payload(trial.number, "reread") or b"[]")
-            ledger.put_payload(trial.number, "reread", orjson.dumps([*earlier, revision]))
+        if result.reward is not None and (best is None or result.reward.value > best[0]):
+            best = result.reward.value, trial
+        if not is_same:
+            results[str(trial.number)] = result
+            if write:
+                _revise(ledger, trial, result, id)
         if json:
-            emit({"event": "trial", "trial": trial.number, "before": trial.metrics, **revision})
+            emit({"event": "trial", "trial": trial.number, "id": id, "before": _facts(trial), **_facts(result)})
     if write:
         ledger.set_state("rereads", [*ledger.state("rereads", []), {"id": id, "counts": counts}])
     readable = sum(count for name, count in counts.items() if name in ("as before", "changed", "missing → ok"))
@@ -91,17 +100,32 @@ def _reread(ledger: Ledger, config: Any, *, write: bool, json: bool) -> int:
     console.print(f"{config.name}: {parts}", markup=False, soft_wrap=True)
     if best is not None:
         console.print(f"  best now: trial {best[1].number}, {short(str(dict(best[1].action)), 100)}", markup=False)
-    hint = "stored in the ledger beside the old metrics" if write else "nothing was written; --write stores the metrics"
+    hint = "stored; reports are made again with them" if write else "nothing was written; --write stores the metrics"
     console.print(f"  {hint}")
     return readable
 
 
-def _read(config: Any, objectives: Objectives, trial: Trial, directory: Path) -> tuple[Result, float | None]:
+def _read(config: Any, objectives: Objectives, trial: Trial, directory: Path) -> Result:
     try:
         result = read_metrics(config.workload.all_metrics(), directory, trial.usage)
-        reward = objectives.score(result.metrics) if result.outcome is Outcome.OK else None
+        return replace(result, reward=objectives.score(result.metrics)) if result.outcome is Outcome.OK else result
     except PatternTimeout as error:
-        return Result(Outcome.METRIC_MISSING, reason=str(error)), None
+        reason = str(error)
     except (ArithmeticError, ValueError, TypeError, KeyError) as error:
-        return Result(Outcome.METRIC_MISSING, reason=f"the metrics have no reward: {error}"), None
-    return result, None if reward is None else reward.value
+        reason = f"the metrics have no reward: {error}"
+    return Result(Outcome.METRIC_MISSING, reason=reason, usage=trial.usage)
+
+
+def _revise(ledger: Ledger, trial: Trial, result: Result, id: int) -> None:
+    """Make this the result of a finished trial, and keep the one before it."""
+    if trial.outcome is None or _facts(trial) == _facts(result):
+        return
+    earlier = orjson.loads(ledger.payload(trial.number, "reread") or b"[]")
+    revision = {"id": id, "before": _facts(trial), **_facts(result)}
+    ledger.put_payload(trial.number, "reread", orjson.dumps([*earlier, revision]))
+    ledger.commit(trial, result, replaces=trial.outcome)
+
+
+def _facts(result: Trial | Result) -> dict[str, Any]:
+    reward = None if result.reward is None else result.reward.value
+    return {"outcome": result.outcome, "metrics": result.metrics, "reward": reward, "reason": result.reason}

@@ -52,7 +52,7 @@ _SET_RESULT = (
     "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, usage = ?, "
     "cached_from = ?, finished_at = ?, result_seq = ?, result_hash = ? WHERE number = ? AND outcome IS "
 )
-_SET_FIRST_RESULT, _SET_LATER_RESULT = f"{_SET_RESULT} NULL", f"{_SET_RESULT} 'aborted'"
+_SET_FIRST_RESULT, _SET_LATER_RESULT = f"{_SET_RESULT} NULL", f"{_SET_RESULT} ?"
 _ATTEMPT = returning("trial, attempt", KINDS["attempt"].columns)
 
 
@@ -193,10 +193,13 @@ class Ledger(AbstractContextManager["Ledger"]):
                 (handle, number, attempt),
             )
 
-    def commit(self, trial: Trial, result: Result, *, hold: bool = False) -> Trial:
+    def commit(
+        self, trial: Trial, result: Result, *, hold: bool = False, replaces: Outcome = Outcome.ABORTED
+    ) -> Trial:
         """Write how a trial ended and return it; its attempt, if there was one, ends with it.
 
-        With `hold` it is on disk only after the next `flush`, or with the next write.
+        With `hold` it is on disk only after the next `flush`, or with the next write. A trial that has ended is an
+        error unless its outcome is the one that this result `replaces`.
         """
         reward = result.reward
         finished = Trial(
@@ -215,7 +218,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             result.usage,
             result.cached_from,
             trial.reserved_at,
-            time.time(),
+            time.time() if replaces is Outcome.ABORTED else trial.finished_at,
             trial.noise,
             trial.phase,
         )
@@ -234,8 +237,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             self.chain.last = link(self.chain.last, "result", finished.number, "", values)
             row = (*values, *self.chain.last, finished.number)
             if connection.execute(_SET_FIRST_RESULT, row).rowcount != 1:
-                connection.execute(f"{KEEP_RESULTS} AND number = ? AND outcome = 'aborted'", (finished.number,))
-                if connection.execute(_SET_LATER_RESULT, row).rowcount != 1:
+                connection.execute(f"{KEEP_RESULTS} AND number = ? AND outcome = ?", (finished.number, replaces))
+                if connection.execute(_SET_LATER_RESULT, (*row, replaces)).rowcount != 1:
                     raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or is finished already.")
             if result.episode is not None:
                 self.chain.put_payload(finished.number, "rollout", result.episode)
