@@ -1,7 +1,10 @@
 """`loopwright run` and `resume`: their output and exit codes."""
 
 import json
+import re
 import tomllib
+
+import pytest
 
 from loopwright.ledger.ledger import Ledger
 
@@ -107,3 +110,71 @@ def test_the_best_configuration_runs_unchanged(loopwright, scenario, tmp_path):
     assert done.returncode == 0, done.stderr
     with Ledger.read(tmp_path / "again" / "first" / "ledger.db") as ledger:
         assert [trial.reward.value for trial in ledger.trials()] == [3.0]
+
+
+def test_the_best_configuration_runs_where_a_conditional_argument_is_absent(loopwright, tmp_path):
+    (tmp_path / "s.toml").write_text("""
+name = "s"
+[[run]]
+name = "r"
+agent = { type = "grid" }
+reward = { type = "negative", metrics = ["y"] }
+[run.workload]
+type = "command"
+command = "echo y={x} --level={level} --depth={depth}"
+metrics = { y = { regex = 'y=([0-9.]+)' } }
+[run.workload.args]
+x = [2, 1]
+mode = ["plain", "deep"]
+level = { values = [3, 4], when = "mode == 'deep'" }
+depth = { values = [5, 6], when = "level == 4" }
+""")
+    loopwright("run", "s.toml", "-o", "out", "-q")
+    done = loopwright("run", tmp_path / "out" / "r" / "best.toml", "-o", "again", "-q")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again/r/trials/1/stdout").read_text() == "y=1\n"
+
+
+def test_a_grid_over_lists_of_one_value_is_one_trial(loopwright, scenario, tmp_path):
+    path = scenario()
+    table = re.sub(r"(?m)^(x|mode)( *)=.*$", r"\1\2= [3]", path.read_text())
+    path.write_text(table)
+    done = loopwright("run", path, "-o", "out", "-q")
+    assert done.returncode == 0, done.stderr
+    assert "1 ok of 1 trials" in done.stdout
+
+
+def test_overwrite_deletes_the_earlier_campaign_and_nothing_else(loopwright, scenario, tmp_path):
+    loopwright("run", scenario(), "-o", "out", "-q")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with Ledger.read(tmp_path / "out" / "first" / "ledger.db") as ledger:
+        before = [trial.reserved_at for trial in ledger.trials()]
+    done = loopwright("run", scenario(), "-o", "out", "-q", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    with Ledger.read(tmp_path / "out" / "first" / "ledger.db") as ledger:
+        after = [trial.reserved_at for trial in ledger.trials()]
+    assert len(after) == len(before)
+    assert min(after) > max(before)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("metric", "hint"),
+    [("loss", True), ("p99_latency_ms", True), ("wall_s", True), ("tokens_per_s", False), ("glossary", False)],
+)
+def test_maximising_what_is_usually_minimised_gets_a_hint(loopwright, scenario, metric, hint):
+    path = scenario()
+    text = re.sub(r"\by\b(?= = \{)", metric, path.read_text())
+    path.write_text(
+        re.sub(r"^reward.*$", f'reward = {{ type = "identity", metrics = ["{metric}"] }}', text, flags=re.MULTILINE)
+    )
+    done = loopwright("verify", path)
+    assert done.returncode == 0, done.stderr
+    assert (f'"identity" maximises {metric}; to minimise it, write type = "negative".' in done.stdout) is hint
+
+
+def test_a_bandit_that_cannot_try_each_arm_gets_a_hint(loopwright, scenario):
+    few, enough = (loopwright("verify", scenario(agent=f'{{ type = "bandit", trials = {n} }}')) for n in (5, 6))
+    assert few.returncode == 0, few.stderr
+    assert "hint: [run.agent] trials: 5 cannot try each of 6 arms once; give at least 6, or fewer `arms`." in few.stdout
+    assert "hint" not in enough.stdout

@@ -111,7 +111,7 @@ def test_an_output_with_an_earlier_campaign_is_refused_and_unchanged(loopwright,
     result = loopwright("run", "plain.toml", "--output", "out")
 
     assert result.code == 1
-    continue_it = "Continue it with `loopwright resume out`, or choose another --output."
+    continue_it = "Continue it with `loopwright resume out`, choose another --output, or delete it with --overwrite."
     assert result.err == f"error: out already contains a campaign. {continue_it}\n"
     assert (tmp_path / "out" / "once" / "ledger.db").read_bytes() == ledger
 

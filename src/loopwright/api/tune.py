@@ -106,19 +106,21 @@ def run(
     *,
     set: Mapping[str, Any] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     progress: bool | None = None,
     server: GymServer | None = None,
 ) -> Study:
     """Run a scenario, a TOML file or the same as a dict, and return its first run as a study.
 
-    `set` overrides keys, as in `{"system.parallel": 4}`. With `resume`, the campaign in `output` is continued.
+    `set` overrides keys, as in `{"system.parallel": 4}`. With `resume`, the campaign in `output` is continued, with
+    `overwrite` it is deleted first.
     Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
     `server` is the environment of the live run, an object such as a `gymnasium.Env`, stepped in this process and closed
     at the end. `[run.live]` need not name one then.
     """
     loaded = load(scenario, set=set, has_server=server is not None)
     directory = Path(output) if output is not None else _new_directory(loaded.scenario.name)
-    code = _dispatch(loaded, directory, resume=resume, progress=progress, server=server)
+    code = _dispatch(loaded, directory, resume=resume, progress=progress, server=server, overwrite=overwrite)
     return Study.read(directory, loaded.scenario.run[0].name, code=code)
 
 
@@ -163,18 +165,16 @@ def _new_directory(name: str) -> Path:
     return directory
 
 
-def _dispatch(
-    loaded: LoadedScenario, output: Path, *, resume: bool, progress: bool | None, server: GymServer | None = None
-) -> int:
+def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool, progress: bool | None, **options: Any) -> int:
     """Dispatch, also inside a running event loop, as in a notebook. A signal is raised once the run has stopped."""
     visible = sys.stderr.isatty() if progress is None else progress
     with show_progress(None, sys.stderr) if visible else nullcontext(lambda _: ()) as watch:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            code = dispatch(loaded, output, resume=resume, watch=watch, server=server)
+            code = dispatch(loaded, output, resume=resume, watch=watch, **options)
         else:
-            code = _dispatch_in_thread(loaded, output, resume=resume, watch=watch, server=server)
+            code = _dispatch_in_thread(loaded, output, resume=resume, watch=watch, **options)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code > 128:

@@ -20,6 +20,9 @@ def command(
     ] = None,
     *,
     overrides: Overrides = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the campaign that --output contains, and start anew.")
+    ] = False,
     quiet: Quiet = False,
     json: JsonLines = False,
     cloudai: CloudAi = False,
@@ -33,4 +36,4 @@ def command(
     loaded, results = load_files(scenario, overrides_of(overrides), options)
     if output is None:
         output = (results or Path()) / f"{loaded.scenario.name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    raise typer.Exit(run_with_progress(loaded, output, quiet=quiet, json=json))
+    raise typer.Exit(run_with_progress(loaded, output, quiet=quiet, json=json, overwrite=overwrite))

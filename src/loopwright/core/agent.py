@@ -68,6 +68,11 @@ class Agent(ABC):
         return []
 
     @classmethod
+    def hints(cls, config: Any, space: Any, regimes: int) -> list[Problem]:
+        """What is legal but probably not meant; `regimes` is how many may be drawn."""
+        return []
+
+    @classmethod
     def observation_problem(cls, observation_space: Any) -> str | None:
         """Why the agent cannot observe this space of a live server; checked when the scenario is loaded."""
         return None

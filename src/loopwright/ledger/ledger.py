@@ -193,9 +193,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 (handle, number, attempt),
             )
 
-    def commit(
-        self, trial: Trial, result: Result, *, hold: bool = False, replaces: Outcome = Outcome.ABORTED
-    ) -> Trial:
+    def commit(self, trial: Trial, result: Result, *, hold: bool = False, replaces: Outcome = Outcome.ABORTED) -> Trial:
         """Write how a trial ended and return it; its attempt, if there was one, ends with it.
 
         With `hold` it is on disk only after the next `flush`, or with the next write. A trial that has ended is an

@@ -143,11 +143,15 @@ def _plain_run(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[
 
 
 def _fixed_value(name: str, spec: Any, assigned: Mapping[str, Any]) -> Any:
-    """One argument as a fixed value; None if it was absent."""
+    """One argument as a fixed value, or as one that is absent."""
     if name in assigned:
         value = assigned[name]
     elif isinstance(spec, list):
         value = spec[0]
+    elif isinstance(spec, dict) and "when" in spec and "otherwise" not in spec:
+        # A command may name it, so it stays, with the condition that makes it absent.
+        first = spec["values"][0] if "values" in spec else spec.get("value", spec.get("low"))
+        return {"value": first, "when": spec["when"]}
     elif isinstance(spec, dict):
         value = spec.get("otherwise") if "when" in spec else spec.get("value")
     else:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
@@ -123,18 +124,24 @@ def dispatch(
     signals: Signals | None = None,
     server: GymServer | None = None,
     agent: Callable[..., Agent] | None = None,
+    overwrite: bool = False,
 ) -> int:
     """Run a scenario. 0: every run has a result; 1: a run failed; 130, 143: stopped by a signal.
 
     A failure that leaves the other runs unharmed is a code, and codes accumulate: the agent's own, its `sys.exit`, or a
     server that cannot be reached. Any other exception is a bug or a full disk: no further run starts, the reports are
     still made, and the exception reaches the caller unchanged. `server` replaces what a live run names, and is closed.
-    `agent` is called in place of the class of each run's agent.
+    `agent` is called in place of the class of each run's agent. `overwrite` deletes an earlier campaign in `output`.
     """
     output = Path(output)
     with (signals or Signals()).installed() as signals, hold(output):
         if not resume:
+            if overwrite:
+                _delete_campaign(output)
             begin(loaded, output)
+            for run in loaded.runs:
+                for hint in run.hints():
+                    log.warning("run %r: %s: %s", run.name, hint.key, hint.message)
         code = 0
         options: dict[str, Any] = {"accept_changes": accept_changes, "server": server, "agent": agent}
 
@@ -355,8 +362,8 @@ def begin(loaded: LoadedScenario, output: Path) -> None:
     """Write what `resume` needs. A directory with an earlier campaign is an error."""
     if (output / "campaign.json").exists() or any(output.glob("*/ledger.db")):
         raise StorageError(
-            f"{output} already contains a campaign. Continue it with `loopwright resume {output}`, or choose another "
-            "--output."
+            f"{output} already contains a campaign. Continue it with `loopwright resume {output}`, choose another "
+            "--output, or delete it with --overwrite."
         )
     with replacing(output / "scenario.toml") as file:
         file.write(loaded.text)
@@ -365,6 +372,15 @@ def begin(loaded: LoadedScenario, output: Path) -> None:
         campaign["set"] = loaded.overrides
     with replacing(output / "campaign.json") as file:
         json.dump(campaign, file, indent=2)
+
+
+def _delete_campaign(output: Path) -> None:
+    """Delete what an earlier campaign wrote; files of others in the same directory stay."""
+    with storage(output, then="nothing was started"):
+        for ledger in output.glob("*/ledger.db"):
+            shutil.rmtree(ledger.parent)
+        for name in ("campaign.json", "scenario.toml", "report.html", _FAILURE_FILE):
+            (output / name).unlink(missing_ok=True)
 
 
 def reopen(output: Path, set: Mapping[str, Any] | None = None) -> LoadedScenario:

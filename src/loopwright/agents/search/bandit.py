@@ -10,8 +10,10 @@ from pydantic import Field
 from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
+from loopwright.core.errors import Problem
 from loopwright.core.trial import Action, Feedback, Observation
 from loopwright.envs.search import SearchEnv
+from loopwright.spaces.space import Space
 
 
 class BanditConfig(BudgetedConfig):
@@ -50,6 +52,15 @@ class Bandit(SpaceAgent):
     conditions_on_regime: ClassVar[bool] = True
     measures_again: ClassVar[bool] = True
     confirms: ClassVar[bool] = True
+
+    @classmethod
+    def hints(cls, config: Any, space: Space, regimes: int) -> list[Problem]:
+        arms = min(config.arms, space.size or config.arms)
+        if config.trials >= arms * regimes:
+            return []
+        pairs = f"{arms} arms under {regimes} regimes" if regimes > 1 else f"{arms} arms"
+        reason = f"{config.trials} cannot try each of {pairs} once; give at least {arms * regimes}, or fewer `arms`."
+        return [Problem("[run.agent] trials", reason)]
 
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)

@@ -166,6 +166,10 @@ class RunKind(RunConfig, ABC):
         """What this run needs that cannot be reached now; asked by `loopwright verify`, not when a run starts."""
         return []
 
+    def hints(self) -> list[Problem]:
+        """What is legal but probably not meant; shown by `loopwright verify` and when the run starts."""
+        return []
+
     @staticmethod
     def check_not_rollout(raw: dict[str, Any], checker: Checker) -> None:
         """Report tables that only runs with rollouts have."""

@@ -14,7 +14,7 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import Problem, did_you_mean
 from loopwright.core.expression import Expression
 from loopwright.core.imports import import_function
-from loopwright.core.reward import Objectives
+from loopwright.core.reward import Identity, Objectives
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.execution.system import SystemConfig
@@ -24,11 +24,14 @@ from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.scenario.schema import EpisodeConfig
 from loopwright.selection.plan import ConfirmConfig, ConfirmPlan, plan
+from loopwright.spaces.parameter import Fixed
 from loopwright.spaces.space import Draws, Noise, Space
 from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprint_of, workloads
 from loopwright.workloads.command_config import CommandConfig
 from loopwright.workloads.steps import SteppedWorkload, missing_programs, problems_of
 
+_COSTS = frozenset(("loss", "latency", "error", "errors", "duration", "seconds", "time", "cost", "s", "ms", "us"))
+"""Words in the names of metrics that are usually minimised."""
 _POINTS_TRIED = 10_000
 """Larger spaces are not searched for a point that satisfies the constraints."""
 
@@ -94,10 +97,10 @@ class SearchRun(RunKind):
         if agent is not None and self.agent is not None:
             self._check_agent(agent, self.agent, space, checker)
         elif "agent" not in raw:
-            for name in space.tunable:
-                checker.add(
-                    f"[run.workload] args.{name}", "has several values, but the run has no agent to choose one."
-                )
+            for name, parameter in space.tunable.items():
+                if not isinstance(parameter, Fixed):
+                    problem = "has several values, but the run has no agent to choose one."
+                    checker.add(f"[run.workload] args.{name}", problem)
 
     def _check_place(self, checker: Checker) -> None:
         """Report what the system cannot offer."""
@@ -176,7 +179,7 @@ class SearchRun(RunKind):
             checker.add("[run.workload] constraints", f"{problem}.")
 
     def _check_agent(self, agent: type[Agent], config: AgentConfig, space: Space, checker: Checker) -> None:
-        if not space.tunable:
+        if not space.tunable and not issubclass(agent, Grid):
             checker.add("[run.workload] args", "there is nothing to search: make an argument a list or a range.")
         if not self.reward:
             metrics = self.metric_names or ("seconds",)
@@ -201,6 +204,16 @@ class SearchRun(RunKind):
         # An evaluation is made of whole episodes.
         episode_trials, parallel = self.repeats * self.episode.steps, checker.system.parallel
         checker.add_all("[run.agent]", agent.too_little(config, space, self.repeats, parallel, episode_trials))
+
+    def hints(self) -> list[Problem]:
+        hints = []
+        for name in (name for function in self.reward if isinstance(function, Identity) for name in function.metrics):
+            if _COSTS.intersection(words := name.lower().split("_")) and "per" not in words:
+                fix = 'to minimise it, write type = "negative".'
+                hints.append(Problem("[[run]] reward", f'type "identity" maximises {name}; {fix}'))
+        if self.agent_class is not None and self.agent is not None:
+            hints += self.agent_class.hints(self.agent, self.space, self._draws(self.agent).count)
+        return hints
 
     def plan(self, config: AgentConfig) -> ConfirmPlan | None:
         """How the best configurations are confirmed; None if they are not."""
