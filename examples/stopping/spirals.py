@@ -17,9 +17,11 @@ def spirals(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return points + random.normal(0.0, 0.15, points.shape), labels
 
 
-def train(rate: float, momentum: float, width: int, scale: float, decay: float) -> Iterator[dict[str, float]]:
+def train(
+    rate: float, momentum: float, width: int, scale: float, decay: float, seed: int = 0
+) -> Iterator[dict[str, float]]:
     """Train a network with one hidden layer; a generator, so that a stop rule can end it after any epoch."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     inputs, labels = spirals(300, 1)
     held_out, held_out_labels = spirals(1000, 2)
     weights = [

@@ -1,7 +1,12 @@
 """`loopwright compare` and `loopwright remeasure`: two campaigns side by side, and more measurements of an answer."""
 
 import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
+import time
 from random import Random
 
 import pytest
@@ -127,7 +132,13 @@ def test_q02_remeasure_adds_numbered_confirm_rows(loopwright, tmp_path):
 
     with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
         rows = [(t.number, t.group, t.repeat, t.action["x"], t.phase) for t in ledger.trials()]
-        assert rows[3:] == [(n, 2, n - 3, 3, "confirm") for n in range(4, 9)]
+        assert [number for number, *_ in rows] == list(range(1, 14))
+        for turn in range(5):  # each round has the answer and, beside it, the baseline
+            assert sorted(row[1:] for row in rows[3 + 2 * turn :][:2]) == [
+                (1, turn + 1, 1, "confirm"),
+                (2, turn + 1, 3, "confirm"),
+            ]
+        assert len({tuple(row[1] for row in rows[3 + 2 * turn :][:2]) for turn in range(5)}) == 2
         assert recommend(stored_trials(ledger), ledger.state("run")).front[0].count == 5
     assert "5 measurements" in (tmp_path / "out/r/best.toml").read_text()
     assert loopwright("check", "out").returncode == 0
@@ -139,6 +150,29 @@ def test_a_recommendation_that_fails_when_measured_again_is_replaced(loopwright,
     loopwright("remeasure", "out", "--again", 1)
     with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
         assert recommend(stored_trials(ledger), ledger.state("run")).front[0].action["x"] == 2
+
+
+def test_remeasure_stops_at_ctrl_c_and_resume_completes_what_was_in_flight(loopwright, tmp_path):
+    """Given Ctrl-C during a measurement, its number stays, and `resume` measures it once."""
+    value = grid(tmp_path)
+    value.unlink()
+    os.mkfifo(value)  # the commands wait for it
+    command = [sys.executable, "-m", "loopwright", "remeasure", "out", "--again", "2"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "out/r/trials/4").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    value.unlink()
+    value.write_text("7")
+    with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
+        assert [(t.number, t.outcome) for t in ledger.trials(after=3)] == [(4, "aborted")]
+
+    assert loopwright("resume", "out", "-q").returncode == 0
+
+    with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
+        assert [(t.number, t.outcome, t.phase) for t in ledger.trials(after=3)] == [(4, "ok", "confirm")]
+    assert loopwright("check", "out").returncode == 0
 
 
 def test_remeasure_refuses_an_unfinished_run(loopwright, tmp_path):

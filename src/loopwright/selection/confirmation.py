@@ -39,12 +39,12 @@ def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[
     room = limit // max(2 if several else 2 * MIN_ROUNDS, cycle) - 1
     room = max(1, room, min(2, limit // max(MIN_ROUNDS, cycle) - 1))
     if several:
-        numbers = [candidate.trials[0] for candidate in recommend(searched).front]
-        chosen = [trial.action_key for trial in ok if trial.number in numbers]
+        chosen = _undominated(ok, weigh)
         step = max(1.0, len(chosen) / room)
         chosen = [chosen[int(place * step)] for place in range(min(room, len(chosen)))]
     else:
-        chosen = _ranked(ok, weigh)
+        scores = _scores(ok, weigh)
+        chosen = sorted(scores, key=lambda key: -scores[key])
         if rules["per_regime"]:
             leaders = [candidate.trials[0] for candidate in recommend(searched).by_regime]
             ahead = {trial.action_key for trial in ok if trial.number in leaders}
@@ -54,16 +54,27 @@ def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[
     return [first[key] for key in dict.fromkeys([*chosen, baseline])], baseline
 
 
-def _ranked(trials: Sequence[StoredTrial], weigh: RegimeWeights) -> list[str]:
-    """The action keys, best first: by how far above the average under its conditions each was measured."""
+def _undominated(trials: Sequence[StoredTrial], weigh: RegimeWeights) -> list[str]:
+    """The action keys that no other one beats in every objective, along the first of these."""
+    columns = [_scores(trials, weigh, objective) for objective in range(len(trials[0].objectives))]
+    front: dict[str, tuple[float, ...]] = {}
+    # In falling order of the first objective, only an earlier one can beat a later one.
+    for point, key in sorted(((tuple(c[key] for c in columns), key) for key in columns[0]), key=lambda p: p[0])[::-1]:
+        if not any(all(a >= b for a, b in zip(other, point, strict=True)) for other in front.values()):
+            front[key] = point
+    return list(front)
+
+
+def _scores(trials: Sequence[StoredTrial], weigh: RegimeWeights, objective: int = 0) -> dict[str, float]:
+    """By action key, how far above the average under its conditions each was measured."""
     conditions: dict[tuple[str, str], list[float]] = defaultdict(list)
     for trial in trials:
-        conditions[trial.regime_key, trial.noise].append(trial.objectives[0])
+        conditions[trial.regime_key, trial.noise].append(trial.objectives[objective])
     averages = {condition: fmean(values) for condition, values in conditions.items()}
     above: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     weights: dict[str, float] = {}
     for trial in trials:
-        value = trial.objectives[0] - averages[trial.regime_key, trial.noise]
+        value = trial.objectives[objective] - averages[trial.regime_key, trial.noise]
         above[trial.action_key][trial.regime_key].append(value)
         if trial.regime_key not in weights:
             weights[trial.regime_key] = weigh(trial.regime)
@@ -71,7 +82,7 @@ def _ranked(trials: Sequence[StoredTrial], weigh: RegimeWeights) -> list[str]:
     for action, regimes in above.items():
         total = fsum(weights[regime] for regime in regimes) or 1.0
         scores[action] = fsum(weights[regime] * fmean(values) for regime, values in regimes.items()) / total
-    return sorted(scores, key=lambda action: -scores[action])
+    return scores
 
 
 class Confirmation:

@@ -15,6 +15,9 @@ CONFIDENCE = 0.95
 CVAR = 0.2
 """The conditional value at risk is the mean over this share of the worst conditions."""
 
+_FEW = 3
+"""With fewer degrees of freedom than this, only the spread of all candidates tells how exact a mean is."""
+
 Sample = tuple[str, float]
 """The key of the regime of a measurement, and its value."""
 
@@ -143,7 +146,9 @@ def _moments(samples: Iterable[Sample], weights: Mapping[str, float], spread: Sp
         freedom = min(freedom, max(1.0, error**2 / squares))
     if spread is not None and spread.freedom > freedom:
         least = fsum(share**2 * spread.variance / len(strata[regime]) for regime, share in shares.items())
-        error = max(error, least)  # but few degrees of freedom: a winner's own spread is still uncertain
+        error = max(error, least)  # but its own degrees of freedom: a winner's own spread is still uncertain
+        if freedom < _FEW:
+            freedom = spread.freedom
     return _Moments(mean, error, freedom, count)
 
 

@@ -177,7 +177,8 @@ def _confirmed(
     """The recommendation from the fresh measurements alone."""
     width = max(len(row.objectives) for rows in fresh.values() for row in rows)
     race = standing(fresh, race_rules(baseline, weights, rules, width))
-    robust = _Robust(weights, tests=len(fresh))
+    spreads = [pooled_spread(samples_of(rows, o) for rows in fresh.values()) for o in range(width)]
+    robust = _Robust(weights, tests=len(fresh), spread=spreads[0])
     groups: dict[str, Group] = {}
     by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
     for key in fresh:
@@ -194,7 +195,6 @@ def _confirmed(
         # Those that dropped out by their mean may still be the best in the worst case.
         if len(group) == widest > 1:
             robust.add(group)
-    spreads = [pooled_spread(samples_of(rows, o) for rows in fresh.values()) for o in range(width)]
     candidates = {key: _candidate(groups[key], weights, len(fresh), confirmed=True, spreads=spreads) for key in alive}
     ranked = sorted(candidates, key=lambda key: -candidates[key].reward)
     front = pareto(list(candidates.values())) if width > 1 else [candidates[key] for key in ranked[:1]]
@@ -298,8 +298,8 @@ class _Front:
 class _Robust:
     """The best actions by CVaR and by their worst case, over the common regimes."""
 
-    def __init__(self, weights: Mapping[str, float], tests: int = 1) -> None:
-        self._weights, self._tests = weights, tests
+    def __init__(self, weights: Mapping[str, float], tests: int = 1, spread: Spread | None = None) -> None:
+        self._weights, self._tests, self._spread = weights, tests, spread
         self._best: dict[str, RobustChoice] = {}
 
     def add(self, regimes: Group) -> None:
@@ -308,7 +308,7 @@ class _Robust:
         samples = samples_of(trials)
         for rule, share in (("CVaR", CVAR), ("worst case", 0.0)):
             tail = tail_weights(samples, self._weights, share)
-            value = estimate([sample for sample in samples if sample[0] in tail], tail, self._tests)
+            value = estimate([sample for sample in samples if sample[0] in tail], tail, self._tests, self._spread)
             if rule not in self._best or value.mean > self._best[rule].estimate.mean:
                 numbers = tuple(trial.number for trial in trials if trial.regime_key in tail)
                 self._best[rule] = RobustChoice(rule, trials[0].action, value, numbers)

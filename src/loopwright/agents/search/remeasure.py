@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Iterable
+from random import Random
 from typing import Any
 
 from loopwright.agents.search.base import SearchAgent
@@ -9,13 +10,13 @@ from loopwright.core.canonical import key_of
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial
 from loopwright.envs.search import SearchEnv
 from loopwright.selection.recommendation import recommend
-from loopwright.selection.trials import stored_trials
+from loopwright.selection.trials import counts, stored_trials
 
 
 class Remeasurement(SearchAgent):
     """Measures each recommended action `again` times under each of its regimes, as rows of phase `confirm`.
 
-    The actions take turns, under the same noise in each round.
+    The actions take turns, the baseline beside them, in a shuffled order and under the same noise in each round.
     """
 
     env: SearchEnv
@@ -30,17 +31,19 @@ class Remeasurement(SearchAgent):
         by_action = {key_of(trial.action): trial for trial in first.values()}
         repeats = Counter(trial.action_key for trial in trials)
         confirmed = Counter(trial.action_key for trial in trials if trial.phase == "confirm")
+        points = [(by_action[key_of(each.action)], regime) for each in candidates for regime in each.regimes or ({},)]
+        baseline = next(trial for trial in trials if not trial.phase and counts(trial) and trial.objectives)
+        if baseline.action_key not in {origin.action_key for origin, _ in points}:
+            points += [(baseline, regime) for regime in {str(regime): regime for _, regime in points}.values()]
         self.planned: list[tuple[Action, Regime, int, int, int]] = []
         """What is left to measure: action, regime, draw of the noise, group and repeat."""
-        for _ in range(again):
-            for candidate in candidates:
-                origin = by_action[key_of(candidate.action)]
-                for regime in candidate.regimes or ({},):
-                    key = origin.action_key
-                    draw = env.rules.repeats + confirmed[key] + 1
-                    self.planned.append((candidate.action, regime, draw, origin.group, repeats[key]))
-                    repeats[key] += 1
-                    confirmed[key] += 1
+        for turn in range(len(trials), len(trials) + again):
+            for origin, regime in Random(f"{config.seed}:remeasure:{turn}").sample(points, len(points)):
+                key = origin.action_key
+                draw = env.rules.repeats + confirmed[key] + 1
+                self.planned.append((origin.action, regime, draw, origin.group, repeats[key]))
+                repeats[key] += 1
+                confirmed[key] += 1
         env.book.budget = env.book.step + len(self.planned)  # shown as the total; the agent's own is used up
 
     def select_action(self, observation: Observation) -> Action | None:
