@@ -5,6 +5,9 @@ Only its servers, which need a GPU, are replaced: `Servers` answers in their pla
 
 import asyncio
 import json
+import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,8 +153,6 @@ def rolled(directory: Path, *labels: str, agent: str = "twice", judge: str = "ex
 
 def test_a09_settings_of_agents_yaml_survive_the_import_of_our_module(tmp_path):
     """verl reads agents.yaml first, and imports the module that it names with the first rollout."""
-    import sys
-
     for name in [name for name in sys.modules if name.startswith("loopwright.integrations.verl")]:
         del sys.modules[name]
     batch, _ = rolled(tmp_path, "answer 1", "answer 3")
@@ -257,3 +258,73 @@ def test_an_agent_without_calls_is_scored_and_masked(tmp_path):
     assert calls == []
     assert batch.batch["response_mask"].sum().item() == 0
     assert batch.batch["rm_scores"].sum().item() == 1.25
+
+
+# -- examples/verl ---------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "verl"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """The example's configuration as verl's own entry point reads it, and its data as `tasks scan` writes them."""
+    from omegaconf import OmegaConf
+
+    directory = tmp_path_factory.mktemp("example")
+    for name in ("train", "val"):
+        words = ["tasks", "scan", EXAMPLE / name, "-o", directory / f"{name}.parquet"]
+        subprocess.run([sys.executable, "-m", "loopwright", *words], check=True, capture_output=True, timeout=100)
+    overrides = [f"data.{name}_files={directory}/{name}.parquet" for name in ("train", "val")]
+    overrides += ["+loopwright.set.loop.sampling.max_tokens=10", "+loopwright.env.REMOTE_DEADLINE_S=90"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", EXAMPLE, "--config-name", "trainer"]
+    command += [*overrides, "--cfg", "job", "--resolve"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLE.parents[1])
+    assert printed.returncode == 0, printed.stderr
+    return OmegaConf.create(printed.stdout[printed.stdout.index("actor_rollout_ref:") :])
+
+
+def test_a09_the_examples_configuration_is_valid_for_verl(example):
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    validate_config(example, use_reference_policy=need_reference_policy(example), use_critic=need_critic(example))
+    rollout = omega_conf_to_dataclass(example.actor_rollout_ref.rollout)
+    assert (rollout.agent.default_agent_loop, rollout.n, rollout.mode) == ("loopwright_remote", 8, "async")
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_a09_the_examples_rows_are_rolled_out_by_verls_worker(example, monkeypatch):
+    """Rows of verl's own dataset, and agents.yaml as its worker reads it."""
+    from omegaconf import OmegaConf
+    from verl.experimental.agent_loop import agent_loop
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    from loopwright.integrations import verl
+
+    monkeypatch.chdir(EXAMPLE.parents[1])
+    monkeypatch.setenv("REMOTE_DEADLINE_S", "")  # set by the example, and put back afterwards
+    servers = Servers()
+    worker = worker_of(servers)
+    worker.config, worker.rollout_config = example, example.actor_rollout_ref.rollout
+    [entry] = OmegaConf.load(agent_loop.resolve_config_path(worker.rollout_config.agent.agent_loop_config_path))
+    agent_loop._agent_loop_registry[entry.name] = entry
+    sizes = {}
+    for name in ("train", "val"):
+        dataset = RLHFDataset(example.data[f"{name}_files"], worker.tokenizer, example.data)
+        sizes[name], row = len(dataset), dataset[0]
+    assert sizes == {"train": 12, "val": 8}
+
+    async def main():
+        trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": True}
+        row_fields = {key: value for key, value in row.items() if not hasattr(value, "dtype")}
+        try:
+            return await worker._run_agent_loop(
+                {"temperature": 1.0}, trajectory, agent_name=entry.name, trace=False, **row_fields
+            )
+        finally:
+            await verl.close()
+
+    output = asyncio.run(main())
+    assert output.extra_fields["lost"] == ""
+    assert output.reward_score == 0.0, "no shell knows the command `answer`"
+    assert {call.params["max_tokens"] for call in servers.calls} == {10}, "from verl's command line"
