@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from loopwright.cli import app
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.task import Task
 from loopwright.engines.inprocess.models import tiny
@@ -45,6 +47,14 @@ def odd_only(label):
         raise ValueError("no verdict on this one")
     return 1.0
 
+async def ask_apart(base_url, api_key, instruction):
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for text in (instruction, "Something else."):
+            messages = [{"role": "user", "content": text}]
+            await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+
 async def ask_twice(base_url, api_key, instruction):
     from openai import AsyncOpenAI
 
@@ -74,7 +84,7 @@ def scenario(directory: Path, *, loop: str = SINGLE, judge: str = "share") -> Pa
     return directory / "study.toml"
 
 
-def trainer_of(rollouts: TrlRollouts, directory: Path, *, steps: int = 3, peft_config=None, **options):
+def trainer_of(rollouts: TrlRollouts, directory: Path, *, steps: int = 3, peft_config=None, model=None, **options):
     """A GRPOTrainer that records the inputs of its loss."""
     config = trl.GRPOConfig(
         output_dir=str(directory / "trl"),
@@ -83,16 +93,15 @@ def trainer_of(rollouts: TrlRollouts, directory: Path, *, steps: int = 3, peft_c
         max_steps=steps,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",
         report_to=[],
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         disable_tqdm=True,
-        **options,
+        **{"save_strategy": "no", **options},
     )
     trainer = trl.GRPOTrainer(
-        model=tiny(seed=7, attention="sdpa"),
+        model=model or tiny(seed=7, attention="sdpa"),
         peft_config=peft_config,
         processing_class=byte_tokenizer(),
         args=config,
@@ -240,6 +249,41 @@ def test_held_out_tasks_are_evaluated_and_never_trained_on(tmp_path):
     assert not any(episode.trainable or episode.in_baseline for episode in episodes)
     mean = sum(episode.reward.value for episode in episodes) / 4
     assert metrics["eval_rewards/judged/mean"] == pytest.approx(mean, abs=1e-5)
+
+
+def audited(output: Path, *words: str) -> dict:
+    result = CliRunner().invoke(app, ["audit", str(output), "--json", *words])
+    return {**json.loads(result.stdout.splitlines()[-1]), "exit_code": result.exit_code}
+
+
+def test_a09_audit_finds_trls_checkpoints_and_their_versions(tmp_path):
+    """`checkpoint-N` sampled as version N + 1; the first version is TRL's initial model."""
+    base = tmp_path / "base"
+    tiny(seed=7, attention="sdpa").save_pretrained(base)
+    (base / "byte_tokenizer").write_text("258\n")
+    file = scenario(tmp_path)
+    file.write_text(file.read_text().replace('model = "tiny"', 'model = "base"'))
+    checkpoints = {"save_steps": 1, "save_only_model": True, "save_strategy": "steps"}
+    with TrlRollouts(file, output=tmp_path / "out") as rollouts:
+        assert rollouts.model_path == str(base)
+        trainer = trainer_of(rollouts, tmp_path, model=rollouts.model_path, **checkpoints)
+        trainer.train()
+    report = audited(tmp_path / "out")
+    assert (report["exit_code"], report["left_out"], report["turns"]) == (0, {}, 24)
+    (tmp_path / "trl").rename(tmp_path / "moved")
+    assert sum(audited(tmp_path / "out")["left_out"].values()) == 16, "only the initial model is known"
+    assert audited(tmp_path / "out", "--weights", str(tmp_path / "moved"))["left_out"] == {}
+
+
+def test_a09_several_branches_mask_the_rollout_and_keep_its_reward(tmp_path):
+    loop = '{ type = "remote", function = "judge_trl:ask_apart" }'
+    with TrlRollouts(scenario(tmp_path, loop=loop), output=tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts, tmp_path, steps=1)
+        trainer.train()
+    assert [mask for _, _, mask, _ in rows_seen(trainer)] == [(0,)] * 8
+    logged = trainer.state.log_history[0]
+    assert logged["loopwright/tokens_left_out"] > 0
+    assert logged["loopwright/without_reward"] == 0
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

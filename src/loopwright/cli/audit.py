@@ -12,8 +12,10 @@ from loopwright.cli.rollout_run import rollout_ledger
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.shortcuts import engine_config
 from loopwright.gateway.audit import (
+    CHECKPOINTS,
     STORE,
     AuditSummary,
+    ExternalCheckpoints,
     audit,
     count_versions,
     find_checkpoints,
@@ -55,10 +57,11 @@ def command(
 
     Exits with 1 if a token differs by more than the tolerance, or if there was nothing to audit.
     """
-    with _open_episodes(output, run) as (source, engine_data, checkpoints, scenario_dir):
+    with _open_episodes(output, run) as (source, engine_data, checkpoints, external, scenario_dir):
         model = _model(engine, engine_data)
         counts = count_versions(source)
-        paths: dict[int, Path | None] = {0: None, **checkpoints, **_weights(weights or [], counts)}
+        paths: dict[int, Path | None] = {0: None, external.initial_version or 0: None, **external.find()}
+        paths |= {**checkpoints, **_weights(weights or [], counts, external)}
         available = {version: path for version, path in paths.items() if version in counts}
         summary = AuditSummary(skipped={v: count for v, count in counts.items() if v not in available})
         if available:
@@ -83,22 +86,24 @@ def command(
 @contextmanager
 def _open_episodes(
     output: Path, run: str | None
-) -> "Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], Path]]":
-    """The episodes, the run's engine configuration, its checkpoints by version, and its scenario's directory."""
+) -> "Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], ExternalCheckpoints, Path]]":
+    """The episodes, the run's engine configuration, its checkpoints by version, those of another trainer, and the
+    directory of its scenario."""
     if (output / STORE).is_file():
         with gateway_episodes(output / STORE) as source:
-            yield source, None, {}, Path.cwd()
+            yield source, None, {}, ExternalCheckpoints(""), Path.cwd()
         return
     path = rollout_ledger(output, run)
     with Ledger.read(path) as ledger:
         engine_data = ledger.state("run")["rollout"]["engine"]
         scenario_dir = Path(ledger.state("provenance", {}).get("scenario", "")).parent
         train_steps = [step.step for step in steps(ledger, "train")]
+        external = ExternalCheckpoints(**ledger.state(CHECKPOINTS, {"directory": ""}))
     checkpoints, policy = find_checkpoints(path.parent / "checkpoints"), path.parent / "policy"
     if train_steps and policy.is_dir():  # written after the last step
         checkpoints[train_steps[-1]] = policy
     with ledger_episodes(path) as source:
-        yield source, engine_data, checkpoints, scenario_dir
+        yield source, engine_data, checkpoints, external, scenario_dir
 
 
 def _model(name: str | None, engine_data: "dict[str, Any] | None") -> "TransformersConfig":
@@ -121,7 +126,7 @@ def _model(name: str | None, engine_data: "dict[str, Any] | None") -> "Transform
     return config
 
 
-def _weights(options: list[str], counts: dict[int, int]) -> dict[int, Path]:
+def _weights(options: list[str], counts: dict[int, int], external: ExternalCheckpoints) -> dict[int, Path]:
     """The checkpoints of --weights, by version."""
     paths: dict[int, Path] = {}
     for text in options:
@@ -131,7 +136,7 @@ def _weights(options: list[str], counts: dict[int, int]) -> dict[int, Path]:
             raise typer.BadParameter(f"{path} does not exist.", param_hint="--weights")
         if equals and version.isdecimal():
             paths[int(version)] = path
-        elif checkpoints := find_checkpoints(path):
+        elif checkpoints := external.find(path):
             paths |= checkpoints
         elif len(counts) == 1:
             paths[next(iter(counts))] = path

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from loopwright.engines.inprocess.forward import Forward, Passage
 
 STORE = "gateway.db"
+CHECKPOINTS = "checkpoints"
+"""The state of a ledger that says where another trainer has its checkpoints."""
 _BATCH_TOKENS = 32_768
 """Tokens of the episodes that are audited together, so that passages of similar length can be batched."""
 _VERSION = re.compile(r"(\d+)(\.safetensors|\.pt)?$")
@@ -130,6 +132,22 @@ def gateway_episodes(path: Path) -> Iterator[EpisodeSource]:
                 yield f"session {id}", Episode(Task(id, ()), (ROOT, *nodes))
 
         yield EpisodeSource(len(ids), episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalCheckpoints:
+    """The checkpoints of another trainer, as the state CHECKPOINTS of its run's ledger describes them."""
+
+    directory: str
+    offset: int = 0
+    """What is added to the number of a checkpoint to get the version of its weights."""
+    initial_version: int | None = None
+    """The version of the model's original weights, if the trainer started from them."""
+
+    def find(self, directory: Path | None = None) -> dict[int, Path]:
+        """Its checkpoints by version, in their own directory or where they were moved to."""
+        checkpoints = find_checkpoints(directory or Path(self.directory)) if directory or self.directory else {}
+        return {number + self.offset: path for number, path in checkpoints.items()}
 
 
 def find_checkpoints(directory: Path) -> dict[int, Path]:

@@ -20,6 +20,7 @@ import json
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +31,9 @@ from typing import Any, Self, TypeVar
 from loopwright.core.episode import Episode
 from loopwright.core.errors import MissingExtra
 from loopwright.engines.base import Sampling
+from loopwright.engines.named_tokenizer import model_location
 from loopwright.engines.weight_update import WeightUpdate
+from loopwright.gateway.audit import CHECKPOINTS, ExternalCheckpoints
 from loopwright.integrations.branch import Branches, one_row
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import Group
@@ -114,6 +117,14 @@ class TrlRollouts:
         tasks = [prompt.task for prompt in prompts.values()]
         return Dataset.from_list([{"prompt": list(task.messages), "task": task.id} for task in tasks])
 
+    @property
+    def model_path(self) -> str:
+        """Where the engine's own model is, for TRL to start from: a directory, or a name on the hub."""
+        model = self._source.engine.policy
+        if model is None:
+            raise ValueError(f"the model of engine {self._source.engine.type!r} is unknown: give TRL's model yourself")
+        return model_location(model, self._source.scenario_dir)
+
     # -- called by TRL --------------------------------------------------------------------------------------------
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -124,6 +135,8 @@ class TrlRollouts:
         size = trainer.num_generations if training else trainer.num_generations_eval
         groups = [(self._prompt(prompt, training), count) for prompt, count in _groups(prompts, size)]
         weights = self._weights(trainer) if version != self._published else None
+        if not self._published:
+            self._record_checkpoints(trainer)
         episodes = self._wait(self._roll(groups, version, weights, None if training else step))
         self._published = version
         for _, episode in episodes if training else ():
@@ -201,6 +214,15 @@ class TrlRollouts:
         save_model(base, weights_of(base), directory)
         trainer.processing_class.save_pretrained(directory)
         return str(directory)
+
+    def _record_checkpoints(self, trainer: Any) -> None:
+        """Let `loopwright audit` find the weights of each version: TRL's `checkpoint-N` samples as version N + 1."""
+        model = getattr(trainer.accelerator.unwrap_model(trainer.model), "name_or_path", None)
+        policy = self._source.engine.policy
+        is_own = policy is not None and model == model_location(policy, self._source.scenario_dir)
+        directory = Path(trainer.args.output_dir).absolute()
+        places = ExternalCheckpoints(str(directory), offset=1, initial_version=1 if is_own else None)
+        self.env.book.ledger.set_state(CHECKPOINTS, asdict(places))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine in the other thread. Ctrl-C cancels it."""
