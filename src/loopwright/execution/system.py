@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -49,6 +50,10 @@ class SystemConfig(Config):
     @abstractmethod
     def call_executor(self, directory: Path, gpus: int = 0) -> CallExecutor:
         """What runs the Python functions of a run."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Surrounds all runs of a scenario, so that they may share connections."""
+        return nullcontext()
 
     def resolved(self, directory: Path) -> Self:
         """The same, with paths that are relative to the scenario's directory made absolute."""

@@ -134,7 +134,7 @@ def dispatch(
     `agent` is called in place of the class of each run's agent. `overwrite` deletes an earlier campaign in `output`.
     """
     output = Path(output)
-    with (signals or Signals()).installed() as signals, hold(output):
+    with (signals or Signals()).installed() as signals, hold(output), loaded.scenario.system.session():
         if not resume:
             if overwrite:
                 _delete_campaign(output)

@@ -1,7 +1,7 @@
 """Runs commands and calls in Ray actors, one per trial in flight, which die with this process.
 
-An actor holds its resources for the whole run, so that no trial waits for a new process. A trial whose actor dies is
-lost; the next one gets a new actor, on any node that has room.
+An actor holds its resources for the whole run, so that no trial waits for a new process, and the next run of the
+scenario uses it again. A trial whose actor dies is lost; the next one gets a new actor, on any node that has room.
 """
 
 import asyncio
@@ -46,22 +46,21 @@ class HostPool:
     """Up to `parallel` actors, started when they are needed. A trial gets whichever is free first."""
 
     def __init__(self, system: RayOptions, directory: Path, gpus: int) -> None:
-        self._connection = RayConnection(address=system.address, runtime_env=system.runtime_env)
         self._system, self._request = system, dict(system.request(gpus))
-        token = directory / f".ray-{uuid.uuid4().hex}"
-        with storage(token):
-            directory.mkdir(parents=True, exist_ok=True)
-            token.touch()
-        self._token = token
-        self._settings = HostSettings(
-            directory=str(directory),
-            token=str(token),
+        settings = HostSettings(
             files=system.files,
             output_bytes=system.output,
             grace_s=system.grace_s,
             artifact_bytes=system.artifacts,
             gpus=self._request.get("GPU", 0),
         )
+        self._settings, self._key = settings, (*self._request.items(), system.strategy, settings)
+        self._connection = RayConnection(None, system.address, system.runtime_env, self._key)
+        token = directory / f".ray-{uuid.uuid4().hex}"
+        with storage(token):
+            directory.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        self._token = token
         self._hosts: set[Host] = set()
         """All actors that are ready: idle, or in use."""
         self._idle: list[Host] = []
@@ -144,9 +143,12 @@ class HostPool:
         if closing:
             await asyncio.wait(closing, timeout=self._settings.grace_s + 5)
             for future in closing:
-                future.cancel() if not future.done() else future.exception()
-        for host in hosts:
-            ray.kill(host.actor)
+                future.cancel()
+        for host, future in zip(hosts, closing, strict=True):
+            if future.cancelled() or future.exception() is not None:
+                ray.kill(host.actor)
+            else:
+                self._connection.keep_actor(host.actor, self._key)
         self._token.unlink(missing_ok=True)
         self._connection.close()
 
@@ -213,17 +215,8 @@ class HostPool:
 
     async def _start(self) -> Host:
         """Start an actor and wait until it is ready. ClusterError if no node can ever have it."""
-        await self._check_size()
-        amounts = dict(self._request)
-        actor = _Actor.options(
-            num_cpus=amounts.pop("CPU", 0),
-            num_gpus=amounts.pop("GPU", 0),
-            memory=amounts.pop("memory", None),
-            resources=amounts,
-            scheduling_strategy="SPREAD" if self._system.strategy == "SPREAD" else "DEFAULT",
-            max_restarts=0,
-        ).remote(self._settings)
-        ready = asyncio.wrap_future(actor.start.remote().future())
+        actor = self._connection.take_actor() or await self._create()
+        ready = asyncio.wrap_future(actor.start.remote(str(self._token)).future())
         try:
             done, _ = await asyncio.wait([ready], timeout=_PATIENCE_S)
             if not done and not self._hosts:
@@ -237,6 +230,18 @@ class HostPool:
                 ray.kill(actor)
             ready.add_done_callback(lambda future: future.cancelled() or future.exception())
             raise
+
+    async def _create(self) -> Any:
+        await self._check_size()
+        amounts = dict(self._request)
+        return _Actor.options(
+            num_cpus=amounts.pop("CPU", 0),
+            num_gpus=amounts.pop("GPU", 0),
+            memory=amounts.pop("memory", None),
+            resources=amounts,
+            scheduling_strategy="SPREAD" if self._system.strategy == "SPREAD" else "DEFAULT",
+            max_restarts=0,
+        ).remote(self._settings)
 
     async def _check_size(self) -> None:
         """Wait until a node is large enough for an actor, free or not."""

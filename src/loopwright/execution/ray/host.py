@@ -24,12 +24,8 @@ from loopwright.execution.sandbox.files import remove
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What an actor needs to know about the run."""
+    """How an actor runs trials; actors with the same settings are used for several runs."""
 
-    directory: str
-    """The run's directory on the driver's machine."""
-    token: str
-    """A file in it, by which an actor finds out whether it sees the directory."""
     files: str
     output_bytes: int
     grace_s: float
@@ -59,24 +55,30 @@ class HostAnswer:
 
 
 class TrialHost:
-    """Runs one trial at a time. Lives as long as the run, and dies with its driver."""
+    """Runs one trial at a time, for one run after another. Dies with its driver."""
+
+    _executor: LocalExecutor
+    _pool: WorkerPool
+    _reaper: Reaper
 
     def __init__(self, settings: HostSettings) -> None:
         self._settings = settings
-        self._executor = LocalExecutor(output_bytes=settings.output_bytes, grace_s=settings.grace_s)
-        self._pool = WorkerPool(1, output_bytes=settings.output_bytes, grace_s=settings.grace_s)
-        self._reaper = Reaper("ray", detached=True)
         self._task: asyncio.Task[Completion | CallResult] | None = None
         self._cancelled: set[str] = set()
         self._given: Mapping[str, str] = {}
         self._environment: Mapping[str, str] = {}
 
-    async def start(self) -> tuple[str, bool]:
-        """Where it runs, and whether it sees the run's directory."""
+    async def start(self, token: str) -> tuple[str, bool]:
+        """Prepare for a run. Returns where it runs, and whether it sees the run's directory: the token is in it."""
         _shield_children()
+        settings = self._settings
+        self._executor = LocalExecutor(output_bytes=settings.output_bytes, grace_s=settings.grace_s)
+        self._pool = WorkerPool(1, output_bytes=settings.output_bytes, grace_s=settings.grace_s)
+        self._reaper = Reaper("ray", detached=True)
         self._reaper.start()
-        sees = self._settings.files == "shared" or (
-            self._settings.files == "auto" and Path(self._settings.token).exists()  # noqa: ASYNC240  A local look.
+        self._cancelled, self._given, self._environment = set(), {}, {}
+        sees = settings.files == "shared" or (
+            settings.files == "auto" and Path(token).exists()  # noqa: ASYNC240  A local look.
         )
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address, sees
@@ -130,7 +132,7 @@ class TrialHost:
         self._pool.kill_all()
 
     async def close(self) -> None:
-        """End the workers, and delete what was copied here."""
+        """End the workers of a run, and delete what was copied here."""
         await self._executor.close()
         await self._pool.close()
         self._reaper.close()

@@ -1,6 +1,7 @@
 """The Ray system: trials run in actors of a Ray cluster."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,13 @@ class RaySystem(RayOptions):
         from loopwright.execution.ray.executor import RayCalls
 
         return RayCalls(self, directory, gpus)
+
+    def session(self) -> AbstractContextManager[None]:
+        if find_spec("ray") is None:
+            return nullcontext()
+        from loopwright.execution.ray.connection import RayConnection
+
+        return RayConnection.lingering()
 
     def problems(self, kind: str, nodes: Sequence[int] = (), gpus: int = 0) -> list[Problem]:
         problems = []
