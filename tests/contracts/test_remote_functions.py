@@ -80,7 +80,7 @@ def test_a03_the_parameters_of_a_function_are_checked_at_load_time(tmp_path):
     assert "outside any sandbox" in problems("ignore_cancellation", sandbox="bwrap")
     with pytest.raises(ValueError, match=r"unknown placeholder \{instructions\}.*Did you mean 'instruction'"):
         RemoteConfig(command=("agent", "{instructions}"))
-    with pytest.raises(ValueError, match="either `command` or `function`"):
+    with pytest.raises(ValueError, match="one of `command`, `function` and `agent`"):
         RemoteConfig()
 
 

@@ -119,7 +119,7 @@ class RemoteConfig(LoopConfig):
     def _check(self) -> Self:
         if sum(each is not None for each in (self.command, self.function, self.agent)) != 1:
             raise ValueError("give the agent as one of `command`, `function` and `agent`")
-        if self.agent is None and "harbor" in self.model_fields_set:
+        if self.agent is None and self.harbor != type(self).model_fields["harbor"].default:
             raise ValueError("`harbor` has no meaning without `agent`")
         if self.sandbox == "none" and self.bounds != BoundsConfig():
             raise ValueError('`bounds` need a sandbox that enforces them: set `sandbox` to "bwrap" or "docker"')
