@@ -270,6 +270,7 @@ for _name, _class in {
     "composed": "composed:ComposedJudger",
     "ranking": "ranking:RankingJudger",
     "verifier": "facts:VerifierJudger",
+    "environment": "facts:EnvironmentJudger",
 }.items():
     judgers.add_lazily(_name, f"loopwright.rollouts.judgers.{_class}")
 

@@ -79,3 +79,28 @@ class VerifierJudger(Judger):
             names = ", ".join(total.parts)
             raise JudgeFailed(f"the task's tests gave no reward {name!r}, only {names}; set `reward` to one of these")
         return Reward(total.parts[name], total.parts)
+
+
+class EnvironmentJudgerConfig(JudgerConfig):
+    """The score that the environment itself gave: the rubric of verifiers, the scorers of Inspect."""
+
+    type: Literal["environment"] = "environment"
+    retries: int = Field(default=0, ge=0)
+    """How often a failed verdict is attempted again; the score is recorded already, so once is enough."""
+    breaker: int = Field(default=0, ge=0)
+    """After this many consecutive failures the judger counts as down; never, since it calls nothing."""
+
+
+class EnvironmentJudger(Judger):
+    """Reads the score that the loop recorded. A score that failed gives no verdict, never a zero."""
+
+    Config: ClassVar[type[JudgerConfig]] = EnvironmentJudgerConfig
+    needs = ("evidence",)
+
+    async def judge(self, payload: Payload) -> Reward:
+        score: Any = payload.evidence.get("agent", {}).get("returned")
+        if not isinstance(score, Mapping) or not score.keys() & {"reward", "error"}:
+            raise JudgeFailed("the environment gave no score")
+        if "error" in score:
+            raise JudgeFailed(str(score["error"]))
+        return as_reward(Reward(score["reward"], score.get("parts", {})), self.config.label())

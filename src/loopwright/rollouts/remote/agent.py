@@ -13,8 +13,9 @@ from typing import Any
 
 import orjson
 
-from loopwright.core.errors import LaunchError
+from loopwright.core.errors import LaunchError, LoopwrightError
 from loopwright.core.imports import import_function
+from loopwright.core.outcome import Fault
 from loopwright.core.task import Task
 from loopwright.execution.base import Command, Executor
 from loopwright.execution.local.process_tree import signal_name
@@ -36,6 +37,14 @@ _CANCEL_S = 2.0
 """Seconds that a function has to react to its cancellation."""
 
 
+class RolloutFailed(LoopwrightError, RuntimeError):
+    """Raised by an agent's function that knows who caused its failure; `returned` is for the judger, if it is scored."""
+
+    def __init__(self, message: str, fault: Fault, returned: Any = None) -> None:
+        super().__init__(message)
+        self.fault, self.returned = fault, returned
+
+
 @dataclass(frozen=True, slots=True)
 class AgentExit:
     """How an agent ended by itself."""
@@ -44,6 +53,8 @@ class AgentExit:
     """Why it failed; empty if it did not."""
     infra: bool = False
     """Whether it could not be started for a reason that lies with the machine."""
+    fault: Fault | None = None
+    """Who caused the failure, if the agent knows."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Plain data about its end: `exit_code`, `signal`, or what a function `returned`."""
 
@@ -195,11 +206,18 @@ class FunctionAgent(ExternalAgent):
             raise
         if call.cancelled():
             return AgentExit("the agent cancelled itself")
-        if (error := call.exception()) is not None:
+        error = call.exception()
+        if isinstance(error, RolloutFailed):
+            return AgentExit(str(error), fault=error.fault, details=_returned(error.returned))
+        if error is not None:
             return AgentExit(f"the agent raised {describe_error(error)}")
-        result = call.result()
-        with suppress(TypeError):  # only plain data is evidence
-            data = orjson.dumps(result)
-            if result is not None and len(data) <= _MAX_RETURN_BYTES:
-                return AgentExit(details={"returned": orjson.loads(data)})
-        return AgentExit()
+        return AgentExit(details=_returned(call.result()))
+
+
+def _returned(result: Any) -> dict[str, Any]:
+    """What a function returned, as evidence; only plain data is."""
+    with suppress(TypeError):
+        data = orjson.dumps(result)
+        if result is not None and len(data) <= _MAX_RETURN_BYTES:
+            return {"returned": orjson.loads(data)}
+    return {}

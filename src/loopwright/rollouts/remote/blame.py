@@ -55,8 +55,10 @@ def assign_blame(
         return Blame(Outcome.TRUNCATED, Fault.POLICY, f"{failure}; the agent was still working")
     if not failure:
         return Blame(Outcome.OK, None, "" if turns else "the agent never called the model")
-    if exit.infra:
+    if exit.infra or exit.fault is Fault.INFRA:
         return Blame(Outcome.LOST, Fault.INFRA, failure)
+    if exit.fault is Fault.WORKLOAD:
+        return Blame(Outcome.CRASHED, Fault.WORKLOAD, failure)
     if not turns:
         return Blame(Outcome.CRASHED, Fault.WORKLOAD, f"{failure}, before any answer of the model")
     if limits.turns is not None and turns >= limits.turns:

@@ -129,6 +129,8 @@ for _name, _class in {
     "datasets": "files:DatasetsTasks",
     "python": "sources:PythonTasks",
     "harbor": "harbor.source:HarborTasks",
+    "verifiers": "verifiers:VerifiersTasks",
+    "inspect": "inspect:InspectTasks",
 }.items():
     task_sources.add_lazily(_name, f"loopwright.rollouts.tasks.{_class}")
 
