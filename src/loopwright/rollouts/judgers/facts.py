@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from loopwright.core.errors import did_you_mean
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.rollouts.judgers.base import JudgeFailed, Judger, JudgerConfig, Payload
@@ -85,6 +86,8 @@ class EnvironmentJudgerConfig(JudgerConfig):
     """The score that the environment itself gave: the rubric of verifiers, the scorers of Inspect."""
 
     type: Literal["environment"] = "environment"
+    reward: str | None = None
+    """Which of its parts counts; without it, their sum."""
     retries: int = Field(default=0, ge=0)
     """How often a failed verdict is attempted again; the score is recorded already, so once is enough."""
     breaker: int = Field(default=0, ge=0)
@@ -95,6 +98,7 @@ class EnvironmentJudger(Judger):
     """Reads the score that the loop recorded. A score that failed gives no verdict, never a zero."""
 
     Config: ClassVar[type[JudgerConfig]] = EnvironmentJudgerConfig
+    config: EnvironmentJudgerConfig
     needs = ("evidence",)
 
     async def judge(self, payload: Payload) -> Reward:
@@ -103,4 +107,7 @@ class EnvironmentJudger(Judger):
             raise JudgeFailed("the environment gave no score")
         if "error" in score:
             raise JudgeFailed(str(score["error"]))
-        return as_reward(Reward(score["reward"], score.get("parts", {})), self.config.label())
+        parts, name = score.get("parts", {}), self.config.reward
+        if name is not None and name not in parts:
+            raise JudgeFailed(f"the environment gave no part {name!r}. {did_you_mean(name, list(parts))}")
+        return as_reward(Reward(score["reward"] if name is None else parts[name], parts), self.config.label())

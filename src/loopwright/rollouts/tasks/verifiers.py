@@ -66,6 +66,7 @@ def load(env: str, args: str) -> Any:
     if not hasattr(verifiers, "load_environment"):
         version = getattr(verifiers, "__version__", "this version")
         raise TasksError(f"verifiers {version} has no `load_environment`. Run: pip install 'loopwright[verifiers]'")
+    import_module("datasets").disable_progress_bars()  # in the middle of our own output
     environment = verifiers.load_environment(env, **json.loads(args))
     if environment.requires_group_rollouts:
         raise TasksError(f"environment {env!r} scores a whole group at a time, which rollouts of one task cannot do")
