@@ -11,6 +11,6 @@ def adder(prompt: str, random: Random) -> str:
     a, b = re.findall(r"\d+", last)[-2:]
     if random.random() < 0.3:
         return f"It is {random.randint(2, 99)}"
-    if '"name": "add"' in prompt:
+    if '"add"' in prompt:
         return f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
     return f"It is {int(a) + int(b)}"

@@ -17,7 +17,7 @@ def policy(prompt, random):
     a, b = re.findall(r"\\d+", last)[-2:]
     if int(a) % 3 == 0:
         return "It is 0"
-    if '"name": "add"' in prompt:
+    if '"add"' in prompt:
         return f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
     return f"It is {int(a) + int(b)}"
 '''

@@ -11,7 +11,7 @@ import pytest
 import loopwright
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines import ScriptedConfig, ScriptedEngine
-from loopwright.gateway import Gateway, GatewayConfig
+from loopwright.gateway import Gateway
 from loopwright.rollouts.tasks import TasksError
 from loopwright.rollouts.tasks.verifiers import VerifiersTasks, load
 from tests.integrations.environments import episodes_of, write_scenario
@@ -82,12 +82,12 @@ class TestRollouts:
 
     def test_results_equal_those_of_verifiers_own_evaluation(self, tmp_path):
         ours = episodes_of(tmp_path, TASKS)
-        theirs = asyncio.run(evaluate(8))
+        theirs = asyncio.run(evaluate(8, tmp_path))
         for output in theirs:
             episode = ours[output["example_id"]]
             assert episode.reward.value == pytest.approx(output["reward"])
             score = episode.evidence["agent"]["returned"]
-            assert {**{"correct": score["parts"]["correct"], "brief": 1.0}, **score["metrics"]} == output["metrics"]
+            assert {"correct": score["parts"]["correct"], "brief": 1.0, **score["metrics"]} == output["metrics"]
 
     def test_an_environment_that_raises_costs_one_sample_with_its_fault(self, tmp_path):
         episodes = episodes_of(tmp_path, {"type": "verifiers", "env": "broken_env"})
@@ -103,23 +103,22 @@ class TestRollouts:
         assert all((episodes[index].reward is None) == (index in faults) for index in range(8))
 
     def test_a_rollout_that_needs_too_many_turns_is_truncated_and_scored(self, tmp_path):
-        attempt = VerifiersTasks.attempt
-        tasks = {"type": "verifiers", "env": "broken_env", "loop": {"type": "remote", "function": attempt, "max_turns": 2}}
-        episode = episodes_of(tmp_path, tasks)[3]
+        loop = {**VerifiersTasks.brings["loop"], "max_turns": 2}
+        episode = episodes_of(tmp_path, {"type": "verifiers", "env": "broken_env"}, loop=loop)[3]
         assert (episode.outcome, episode.fault, episode.turns) == (Outcome.TRUNCATED, Fault.POLICY, 2)
         assert episode.reward is not None
 
 
-async def evaluate(count):
+async def evaluate(count, directory):
     """What verifiers itself makes of the same environment and engine, through a gateway."""
     import verifiers as vf
     from openai import AsyncOpenAI
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    engine = ScriptedEngine(ScriptedConfig(type="scripted", script="foreign_policy:policy", slip=0.0))
+    engine = ScriptedEngine(ScriptedConfig(type="scripted", script="foreign_policy:policy", slip=0.0), directory)
     environment = vf.load_environment("sums_env", count=count)
-    async with Gateway(engine, GatewayConfig(port=0)) as gateway:
-        session = await gateway.open_session("evaluation")
+    async with Gateway(engine) as gateway:
+        session = await gateway.open("evaluation")
         async with AsyncOpenAI(base_url=session.openai_base_url, api_key=session.key) as sdk:
             client = OpenAIChatCompletionsClient(sdk)
             results = await environment.generate(environment.get_dataset(), client, "policy")

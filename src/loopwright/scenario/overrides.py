@@ -11,6 +11,7 @@ The environment variables of remote loops and gateways are listed in `loopwright
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -22,6 +23,7 @@ from loopwright.execution.system import SystemConfig, systems
 from loopwright.gateway.settings import GATEWAY, LOOP, check_names, from_environment, is_loopback, parse_value
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
+from loopwright.rollouts.tasks.sources import task_sources
 from loopwright.scenario.schema import RunConfig, Scenario
 
 _ELSEWHERE = ("external", "server")
@@ -60,11 +62,36 @@ def is_remote(run: Mapping[str, Any]) -> bool:
 
 def _remote_loops(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tables of the remote loops of a run: its own, and those of its sources of tasks."""
-    tables = [run.get(key) for key in ("rollout", "eval")]
-    sources = [table.get("tasks") for table in tables if isinstance(table, Mapping)]
-    entries = [entry for tasks in sources for entry in (tasks if isinstance(tasks, list) else [tasks])]
-    loops = [entry.get("loop") for entry in (tables[0], *entries) if isinstance(entry, Mapping)]
+    rollout = [run["rollout"]] if isinstance(run.get("rollout"), Mapping) else []
+    loops = [entry.get("loop") for entry in (*rollout, *_sources(run, "rollout"), *_sources(run, "eval"))]
     return [loop for loop in loops if isinstance(loop, dict) and loop.get("type") == "remote"]
+
+
+def _sources(run: Mapping[str, Any], table: str) -> list[dict[str, Any]]:
+    """The tables of the sources of tasks in a table of a run."""
+    tasks = run[table].get("tasks") if isinstance(run.get(table), Mapping) else None
+    return [entry for entry in (tasks if isinstance(tasks, list) else [tasks]) if isinstance(entry, dict)]
+
+
+def _add_what_tasks_bring(run: dict[str, Any]) -> None:
+    """Environments of other frameworks bring a loop and a judger: a run of only such tasks need not name any."""
+    training = _sources(run, "rollout")
+    for key in ("loop", "judger"):
+        complete = bool(training) and all(key in entry or key in _brings(entry) for entry in training)
+        if complete and key in run["rollout"]:
+            continue  # it is meant for them
+        for entry in (*training, *_sources(run, "eval")):
+            if key in _brings(entry):
+                entry.setdefault(key, deepcopy(dict(_brings(entry)[key])))
+        if complete:
+            run["rollout"][key] = deepcopy(training[0][key])
+
+
+def _brings(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    name = entry.get("type")
+    with suppress(KeyError, ImportError):
+        return task_sources.get(name).brings if isinstance(name, str) and ":" not in name else {}
+    return {}
 
 
 def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -72,6 +99,8 @@ def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapp
     result = deepcopy(dict(raw))
     tables = result.get("run")
     runs = [run for run in tables if isinstance(run, dict)] if isinstance(tables, list) else []
+    for run in runs:
+        _add_what_tasks_bring(run)
     remote = [run for run in runs if is_remote(run)]
     from_file = [_gateway_type(run) for run in remote]
     if remote:

@@ -38,7 +38,7 @@ _CANCEL_S = 2.0
 
 
 class RolloutFailed(LoopwrightError, RuntimeError):
-    """Raised by an agent's function that knows who caused its failure; `returned` is for the judger, if it is scored."""
+    """Raised by an agent's function that knows who caused its failure; `returned` is for the judger."""
 
     def __init__(self, message: str, fault: Fault, returned: Any = None) -> None:
         super().__init__(message)

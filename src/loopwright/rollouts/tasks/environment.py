@@ -5,7 +5,7 @@ through a session of the gateway and returns the framework's own score.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -15,12 +15,18 @@ from loopwright.rollouts.tasks.sources import TasksConfig
 class EnvironmentTasks(TasksConfig):
     """A source that is somebody else's environment."""
 
-    attempt: ClassVar[str]
-    """`module:function` of the agent that attempts its tasks."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
     limit: int | None = Field(default=None, ge=1)
     """How many of its tasks are used; without it, all."""
+
+
+def brings(attempt: str) -> Mapping[str, Mapping[str, Any]]:
+    """The loop that attempts tasks with the function `module:attempt`, and the judger that reads its score."""
+    return {
+        "loop": {"type": "remote", "function": attempt, "concurrency": 64},
+        "judger": {"type": "environment"},
+    }
 
 
 def environment_score(parts: Mapping[str, float], metrics: Mapping[str, Any], reward: float | None = None) -> Any:

@@ -19,7 +19,7 @@ from loopwright.core.outcome import Fault
 from loopwright.core.task import Task
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.remote.agent import RolloutFailed
-from loopwright.rollouts.tasks.environment import EnvironmentTasks, environment_score
+from loopwright.rollouts.tasks.environment import EnvironmentTasks, brings, environment_score
 from loopwright.rollouts.tasks.sources import TasksError
 
 _VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -29,7 +29,7 @@ _VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 class InspectTasks(EnvironmentTasks):
     """A task of Inspect, with its own solver and scorers."""
 
-    attempt: ClassVar[str] = f"{__name__}:attempt"
+    brings: ClassVar[Mapping[str, Mapping[str, Any]]] = brings(f"{__name__}:attempt")
     type: Literal["inspect"] = "inspect"
     task: str
     """`file.py@task`, the file relative to the scenario; or the registered name of an installed task."""
@@ -39,10 +39,14 @@ class InspectTasks(EnvironmentTasks):
 
     def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:
         look_first_in(scenario_dir)
-        path = scenario_dir / self.task.partition("@")[0]
-        spec = str(path.absolute()) + self.task[len(self.task.partition("@")[0]) :] if path.is_file() else self.task
-        if not path.is_file() and self.task.partition("@")[0].endswith(".py"):
-            raise TasksError(f"{self.task.partition('@')[0]} not found in {scenario_dir}")
+        file, at, name = self.task.partition("@")
+        if file.endswith(".py"):
+            if not (scenario_dir / file).is_file():
+                raise TasksError(f"{file} not found in {scenario_dir}")
+            if not name:
+                raise TasksError(f"{file} may have several tasks; write it as {file}@task")
+            file = str((scenario_dir / file).absolute())
+        spec = f"{file}{at}{name}"
         task = load(spec, json.dumps(self.args, sort_keys=True))
         for index, sample in enumerate(task.dataset[: self.limit]):
             yield {
@@ -63,7 +67,7 @@ def load(spec: str, args: str) -> Any:
     tasks = loader.load_tasks([spec], json.loads(args))
     if len(tasks) != 1:
         names = ", ".join(task.name for task in tasks)
-        raise TasksError(f"{spec} has {len(tasks)} tasks ({names or 'none'}); name one, as in file.py@task")
+        raise TasksError(f"{spec} has {len(tasks)} tasks ({names or 'none'}) instead of one")
     (task,) = tasks
     if task.sandbox is not None or any(sample.sandbox is not None for sample in task.dataset):
         raise TasksError(f"task {task.name!r} needs a sandbox of Inspect, which rollouts do not start")
@@ -84,9 +88,10 @@ async def attempt(task: Task, base_url: str, api_key: str) -> Any:
         reason = f"sample {place['index']} of {inspect_task.name!r} differs from when the run started"
         raise RolloutFailed(f"{reason}; make its order fixed", Fault.WORKLOAD)
     models = import_module("inspect_ai.model")
-    model = models.get_model(
-        "openai-api/loopwright/policy", base_url=base_url, api_key=api_key, memoize=False, config=inspect_task.config
-    )
+    # Without retries, which Inspect repeats for hours: what the gateway refuses, it refuses for good.
+    config = inspect_task.config.merge(models.GenerateConfig(max_retries=0))
+    name = "openai-api/loopwright/policy"
+    model = models.get_model(name, base_url=base_url, api_key=api_key, memoize=False, config=config)
     async with model:
         state, failure = await _solve(inspect_task, sample, model)
         score = await _score(inspect_task, state, sample)
@@ -100,7 +105,7 @@ async def _solve(task: Any, sample: Any, model: Any) -> tuple[Any, Exception | N
     context, run = import_module("inspect_ai._eval.context"), import_module("inspect_ai._eval.task.run")
     solvers, util = import_module("inspect_ai.solver"), import_module("inspect_ai.util")
     # Variables of this rollout's context, as for a sample of Inspect's own runner.
-    context.init_task_context(model, config=task.config, approval=task.approval)
+    context.init_task_context(model, config=model.config, approval=task.approval)
     state = solvers.TaskState(
         model=run.ModelName(model),
         sample_id=sample.id or 0,
@@ -121,7 +126,7 @@ async def _solve(task: Any, sample: Any, model: Any) -> tuple[Any, Exception | N
     run.init_sample_assistant_internal()
 
     async def generate(state: Any, tool_calls: Any = "loop", **options: Any) -> Any:
-        config = task.config.merge(options)
+        config = model.config.merge(options)
         return await run.task_generate(model=model, state=state, tool_calls=tool_calls, cache=False, config=config)
 
     try:

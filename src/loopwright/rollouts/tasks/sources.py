@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import BeforeValidator, Field, SerializeAsAny
@@ -34,6 +34,8 @@ class TasksConfig(Config, ABC):
             return ({"prompt": f"2*{n}=", "label": 2 * n} for n in range(10))
     """
 
+    brings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """The tables of the `loop` and the `judger` that its tasks need, if they work with no others."""
     type: str
     name: str | None = None
     """Its name in tables, and the `data_source` of tasks that have none; without it, the file's or function's name."""

@@ -21,7 +21,7 @@ from loopwright.core.outcome import Fault
 from loopwright.core.task import Task
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.remote.agent import RolloutFailed
-from loopwright.rollouts.tasks.environment import EnvironmentTasks, environment_score
+from loopwright.rollouts.tasks.environment import EnvironmentTasks, brings, environment_score
 from loopwright.rollouts.tasks.sources import TasksError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _Call = tuple[str, float, float | Exception]
 class VerifiersTasks(EnvironmentTasks):
     """An environment of the `verifiers` package, with its own tools and rubric."""
 
-    attempt: ClassVar[str] = f"{__name__}:attempt"
+    brings: ClassVar[Mapping[str, Mapping[str, Any]]] = brings(f"{__name__}:attempt")
     type: Literal["verifiers"] = "verifiers"
     env: str
     """The environment's id: the name of its package, or of a module beside the scenario."""
