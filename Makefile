@@ -6,7 +6,7 @@ VENV := $(if $(filter python3.11,$(notdir $(PYTHON))),.venv,.venvs/$(notdir $(PY
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-clients test-agents check bench docs site wheel clean
+.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-verifiers test-inspect test-clients test-agents check bench docs site wheel clean
 
 setup: $(VENV)/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
@@ -98,6 +98,24 @@ test-harbor: $(VENV)/.ready .venvs/harbor/.ready  ## run our tasks with the real
 
 test-verl: .venvs/verl/.ready  ## run our remote agents in verl's worker, in its own virtual environment
 	.venvs/verl/bin/python -m pytest -m slow tests/integrations/test_verl.py
+
+.venvs/verifiers/.ready:  # verifiers, which pins other versions than we do
+	test -x .venvs/verifiers/bin/python || $(PYTHON) -m venv .venvs/verifiers
+	.venvs/verifiers/bin/pip install -qq --editable '.[gateway,rollouts,verifiers]' verifiers==0.3.1 openai==3.51.0 \
+	  hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0
+	@touch $@
+
+test-verifiers: .venvs/verifiers/.ready  ## run environments of the real verifiers package, in its own virtual environment
+	.venvs/verifiers/bin/python -m pytest -m slow tests/integrations/test_verifiers.py
+
+.venvs/inspect/.ready:  # Inspect
+	test -x .venvs/inspect/bin/python || $(PYTHON) -m venv .venvs/inspect
+	.venvs/inspect/bin/pip install -qq --editable '.[gateway,inspect,rollouts]' inspect-ai==0.3.285 openai==3.51.0 \
+	  hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0
+	@touch $@
+
+test-inspect: .venvs/inspect/.ready  ## run tasks of the real Inspect, in its own virtual environment
+	.venvs/inspect/bin/python -m pytest -m slow tests/integrations/test_inspect.py
 
 .venvs/clients-%/.ready: tests/clients/requirements/%.txt  # clients of the gateway, which pin other versions than we do
 	$(PYTHON) -m venv --clear $(@D)

@@ -24,6 +24,7 @@ from loopwright.rollouts.tasks.sources import TasksError
 
 _VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 """Inspect's letters: correct, partially correct, incorrect, no answer."""
+_WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 
 
 class InspectTasks(EnvironmentTasks):
@@ -169,15 +170,13 @@ async def _score(task: Any, state: Any, sample: Any) -> Any:
             values = {} if score is None else _parts(name, score.value)
         except Exception as error:  # noqa: BLE001  a user's scorer may raise anything
             return {"error": f"scorer {name!r} raised {describe_error(error)}"}
-        if any(value is None for value in values.values()):
-            return {"error": f"scorer {name!r} gave {score.value!r}, which is not a number"}
         parts |= values
         if score is not None:
             metrics[name] = {"answer": score.answer, "explanation": score.explanation, "metadata": score.metadata}
     return environment_score(parts, metrics) if parts else {"error": "no scorer gave a score"}
 
 
-def _parts(name: str, value: Any) -> dict[str, float | None]:
+def _parts(name: str, value: Any) -> dict[str, float]:
     """The numbers of a score: one, or several with names."""
     if isinstance(value, Mapping):
         return {f"{name}.{key}": _number(each) for key, each in value.items()}
@@ -186,18 +185,11 @@ def _parts(name: str, value: Any) -> dict[str, float | None]:
     return {name: _number(value)}
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool | int | float):
-        return float(value)
-    words = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
+def _number(value: Any) -> float:
+    """A value as Inspect's own metrics read it; ValueError if it is not a number."""
     if isinstance(value, str):
-        if value in _VALUES:
-            return _VALUES[value]
-        try:
-            return words[value.lower()] if value.lower() in words else float(value)
-        except ValueError:
-            return None
-    return None
+        value = _VALUES.get(value, _WORDS.get(value.lower(), value))
+    return float(value)
 
 
 def _messages(sample: Any) -> list[dict[str, Any]]:
