@@ -8,7 +8,7 @@ import pytest
 
 from loopwright.rollouts.judgers.command import CommandJudgerConfig
 from loopwright.rollouts.judgers.composed import ComposedJudgerConfig
-from loopwright.rollouts.judgers.facts import LengthJudgerConfig, VerifierJudgerConfig
+from loopwright.rollouts.judgers.facts import EnvironmentJudgerConfig, LengthJudgerConfig, VerifierJudgerConfig
 from loopwright.rollouts.judgers.http import HttpJudgerConfig, LlmJudgerConfig
 from loopwright.rollouts.judgers.python import PythonJudgerConfig
 from loopwright.rollouts.judgers.ranking import RankingJudgerConfig
@@ -128,6 +128,17 @@ class TestVerifier(JudgerContract):
     def make_episode(self, answer="4"):
         rewards = {"correct": float(answer == "4"), "lines": 3}
         return replace(super().make_episode(answer), evidence={"verifier": {"rewards": rewards}})
+
+
+class TestEnvironment(JudgerContract):
+    def make_config(self, directory, behaviour, **settings):
+        if behaviour == "hang":
+            return None
+        return EnvironmentJudgerConfig(reward={"score": "correct", "fail": "missing"}[behaviour], **settings)
+
+    def make_episode(self, answer="4"):
+        score = {"reward": 9.0, "parts": {"correct": float(answer == "4"), "lines": 3}}
+        return replace(super().make_episode(answer), evidence={"agent": {"returned": score}})
 
 
 def test_every_shipped_judger_is_tested():
