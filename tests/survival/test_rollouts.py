@@ -163,8 +163,8 @@ def test_l03_an_oversized_pool_fails_in_seconds_with_the_numbers(tmp_path):
     campaign = make_campaign(tmp_path, workers=500, judges=300)
     result = campaign.call()
     assert result.code != 0
-    assert "'loop' asks for 500 workers of 0.5 CPUs" in result.err
-    assert "'judger' asks for 300 workers of 0.5 CPUs" in result.err
+    assert "'loop' requests 500 workers of 0.5 CPUs" in result.err
+    assert "'judger' requests 300 workers of 0.5 CPUs" in result.err
     assert campaign.trials() == []
 
 

@@ -5,15 +5,19 @@ In a process of its own, since a process has one Ray, and the tests of rollouts 
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 from ray._private import utils
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
+from loopwright.execution.ray.connection import RayConnection
 from loopwright.ledger.ledger import Ledger
 from tests.survival.campaign import Campaign, end_of, wait_for
 
+NODE = {"num_cpus": 4, "num_gpus": 4}
 SCENARIO = """
 name = "on-ray"
 [system]
@@ -44,6 +48,7 @@ touch {directory}/began-$1
 while [ $1 != 1 ] && [ ! -e {directory}/gate ]; do sleep 0.05; done
 echo "y: $1"
 """
+WRITE_TIMES = 'sleep 0.3\necho "$CUDA_VISIBLE_DEVICES $begin $(date +%s%N)" > times\n'
 FUNCTION = "def work(n):\n    open('made', 'w').write(str(n))\n    print('called')\n    return {'y': n}\n"
 
 
@@ -87,6 +92,33 @@ def survive(directory: Path, cluster: Cluster) -> None:
     (directory / "facts.json").write_text(json.dumps(facts))
 
 
+def interrupt(directory: Path, cluster: Cluster) -> None:
+    """Ctrl-C and resume: nothing is left behind, and no two trials had a GPU at the same time."""
+    one = campaign(directory, "resources = { head = 1 }")
+    work = directory / "work.sh"
+    work.write_text(work.read_text().replace("setsid", "begin=$(date +%s%N)\nsetsid") + WRITE_TIMES)
+    process = one.start()
+    wait_for(lambda: process.poll() is not None or len(list(directory.glob("began-*"))) >= 4)
+    os.killpg(process.pid, signal.SIGINT)
+    end = end_of(process)
+    print(end.out, end.err)
+    with RayConnection():
+        alive = [actor["ClassName"] for actor in actors().values() if actor["State"] == "ALIVE"]
+    facts = {"interrupted": end.code, "left": one.left_running(), "actors": alive}
+    (directory / "gate").touch()
+    end = one.call("resume")
+    print(end.out, end.err)
+    times = [path.read_text().split() for path in one.output.glob("work/trials/*/times")]
+    trials = one.trials()
+    facts |= {
+        "code": end.code,
+        "numbers": [trial.number for trial in trials],
+        "outcomes": sorted({str(trial.outcome) for trial in trials}),
+        "times": sorted((device, int(begin), int(finish)) for device, begin, finish in times),
+    }
+    (directory / "facts.json").write_text(json.dumps(facts))
+
+
 def copy(directory: Path, cluster: Cluster) -> None:
     """Nodes that share no files: commands and functions, their output and what they wrote."""
     facts = {}
@@ -110,11 +142,13 @@ def copy(directory: Path, cluster: Cluster) -> None:
 def main(name: str, directory: Path) -> None:
     # Otherwise every ray.init() of this machine would connect to the cluster of this test.
     utils.write_ray_address = lambda *_, **__: None
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={**NODE, "resources": {"head": 4}, "include_dashboard": False}
+    )
     try:
-        cluster.add_node(num_cpus=4, num_gpus=4)
+        cluster.add_node(**NODE)
         os.environ["RAY_ADDRESS"] = cluster.address
-        {"survive": survive, "copy": copy}[name](directory, cluster)
+        {part.__name__: part for part in (survive, copy, interrupt)}[name](directory, cluster)
     finally:
         cluster.shutdown()
 

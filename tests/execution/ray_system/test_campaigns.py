@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -41,6 +42,23 @@ def test_c01_output_and_artifacts_come_back_from_nodes_that_share_no_files(tmp_p
     assert facts["command"]["files"] == ["gpu", "parameters.json", "stderr", "stdout", "work.sh"]
     assert {"made", "parameters.json", "stdout"} <= set(facts["python"]["files"])
     assert "no node of the Ray cluster is large enough" in facts["impossible"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_c05_ctrl_c_leaves_nothing_behind_and_trials_share_no_gpu(tmp_path):
+    """Given Ctrl-C and resume on a node with four GPUs, three trials at a time each have a GPU of their own."""
+    facts = facts_of("interrupt", tmp_path)
+    assert (facts["interrupted"], facts["left"], facts["actors"]) == (130, [], [])
+    assert (facts["code"], facts["numbers"], facts["outcomes"]) == (0, [1, 2, 3, 4, 5, 6], ["ok"])
+    times = facts["times"]
+    assert len(times) == 6
+    assert all(len(device) == 1 for device, _, _ in times), "one device each"
+    for (device, _, end), (other, begin, _) in pairwise(times):
+        assert device != other or end <= begin
+    assert any(
+        begin < finish and start < end for _, begin, end in times for _, start, finish in times if start != begin
+    )
 
 
 def test_c01_what_ray_cannot_do_is_refused_at_load_time():
