@@ -27,6 +27,13 @@ class TestDockerDaemon(IsolationContract):
 
     test_hidden_directories_are_empty = None  # /usr/share/doc is the image's own
 
+    def test_memory_is_bounded_in_total(self, harness):
+        """The kernel ends one of the processes, whichever it chooses; the bound is named all the same."""
+        self.set_bounds(harness, Bounds(memory_bytes=200 << 20))
+        script = "import os, time; os.fork(); os.fork(); x = b'x' * (80 << 20); time.sleep(5)"
+        harness.run_all(harness.python(script))
+        assert harness.exceeded_limit.startswith("memory:")
+
     def test_the_ledger_and_the_home_are_invisible(self, harness):
         """Accounts are the image's own."""
         script = 'cat "$1" /proc/1/root"$1" /proc/self/root"$1"; ls -A ~/.ssh; true'
