@@ -198,7 +198,7 @@ def test_p04_a_gguf_file_has_the_weights_the_tokens_and_the_template(tmp_path):
         ),
         ("config.json", {"layer_types": ["sliding_attention"]}, "a sliding window"),
         ("tokenizer.json", {"model": {"type": "Unigram"}}, "not byte-level BPE"),
-        ("tokenizer.json", {"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "in a way of its own"),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "in an unknown way"),
     ],
     ids=["architecture", "positions", "window", "tokenizer", "words"],
 )

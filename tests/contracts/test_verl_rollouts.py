@@ -83,8 +83,8 @@ def roll(scenario, *labels, overrides=(), env=None, servers=None):
 def test_a09_a_lost_rollout_has_no_tokens_and_the_mean_reward_of_its_siblings(tmp_path):
     lost, good, bad = roll(write(tmp_path), "lost", "1", "0")
     assert (good.reward, bad.reward, lost.reward) == (2.0, 1.0, 1.5)
-    assert (lost.episode.rows(), good.lost) == ([], "")
-    assert "no verdict on this one" in lost.lost
+    assert (lost.episode.rows(), good.failure) == ([], "")
+    assert "no verdict on this one" in lost.failure
     assert list(lost.parts) == list(good.parts) == ["label", "answer"], "verl expects the same parts in every row"
     assert good.parts["another"] != good.parts["another"], "NaN"
 

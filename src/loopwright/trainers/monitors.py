@@ -19,7 +19,8 @@ def monitor(episodes: Sequence[Episode], control_ids: AbstractSet[int]) -> dict[
     numbers = {"truncation_rate": fmean(episode.outcome is Outcome.TRUNCATED for episode, _ in scored)}
     with suppress(StatisticsError):  # all lengths or all rewards are equal, or there is one rollout
         numbers["length_reward"] = correlation([float(e.sampled) for e, _ in scored], [reward for _, reward in scored])
-    turns = [turn for episode, _ in scored for turn in _sampled_turns(episode)]
+    nodes = [node for episode, _ in scored for node in episode.nodes if node.spans]
+    turns = [[token for span in node.spans for token in node.ids[span.start : span.stop]] for node in nodes]
     if tokens := sum(map(len, turns)):
         if control_ids:
             # The last token of a turn ends it, as it should.
@@ -28,11 +29,3 @@ def monitor(episodes: Sequence[Episode], control_ids: AbstractSet[int]) -> dict[
         if count := sum(map(len, ngrams)):
             numbers["repetition"] = 1 - sum(len({*each}) for each in ngrams) / count
     return numbers
-
-
-def _sampled_turns(episode: Episode) -> list[list[int]]:
-    return [
-        [token for span in node.spans for token in node.ids[span.start : span.stop]]
-        for node in episode.nodes
-        if node.spans
-    ]

@@ -50,7 +50,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
       with the most sampled tokens (`main`), or an error (`refuse`).
 
     `extra_fields["left_out"]` counts the sampled tokens that are not trained on because of this or beyond
-    `response_length`; `extra_fields["lost"]` says why a rollout has no reward of its own.
+    `response_length`; `extra_fields["lost"]` says why a rollout is lost.
     """
 
     def __init__(self, *args: Any, name: str = "", **options: Any) -> None:
@@ -109,7 +109,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
         more = {
             "versions": versions,
             "left_out": left_out,
-            "lost": judged.lost,
+            "lost": judged.failure,
             "reward_extra_info": judged.parts,
             "turn_scores": [],
             "tool_rewards": [],

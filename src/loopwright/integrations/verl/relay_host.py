@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 class RelayGatewayHost(ExternalGatewayHost):
     """A gateway that was started with `--relay`, which this process serves as a worker.
 
-    A gateway with engines of its own is used as it is: they must have the weights of the policy that is trained.
+    A gateway that has engines is used as it is: they must have the weights of the policy that is trained.
     """
 
     def __init__(self, access: GatewayAccess, build_engine: Callable[[], Engine]) -> None:
@@ -36,7 +36,7 @@ class RelayGatewayHost(ExternalGatewayHost):
             if not isinstance(error, WorkerRefused) or "accepts no workers" not in str(error):
                 connecting.cancel()
                 raise GatewayLost(str(error)) from error
-            log.warning("%s has engines of its own; they must serve the weights that verl trains", self._access.url)
+            log.warning("%s has its own engines; they must serve the weights that verl trains", self._access.url)
         await connecting
 
     async def aclose(self) -> None:

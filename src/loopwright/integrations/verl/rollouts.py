@@ -60,8 +60,8 @@ class JudgedRollout:
     episode: Episode
     reward: float
     parts: RewardParts
-    lost: str = ""
-    """Why it has no reward of its own."""
+    failure: str = ""
+    """Why it is lost; it then has the reward of others."""
 
 
 @dataclass
@@ -131,13 +131,13 @@ class VerlRollouts:
         """
         siblings = self._groups.setdefault(group, _Siblings())
         siblings.open += 1
-        episode, lost = Episode(task), ""
+        episode, failure = Episode(task), ""
         try:
             await self.start()
             episode = await self.roll(task, sampling)
         except NoReward as error:
             log.warning("%s; it is masked", error)
-            lost = str(error)
+            failure = str(error)
         finally:
             if episode.reward is not None:
                 siblings.rewards.append((episode.reward.value, RewardParts(episode.rewards)))
@@ -150,7 +150,7 @@ class VerlRollouts:
             return JudgedRollout(episode, episode.reward.value, RewardParts(episode.rewards))
         await siblings.all_ended.wait()
         rewards = siblings.rewards or list(self._recent) or [(0.0, RewardParts())]
-        return JudgedRollout(episode, fmean(reward for reward, _ in rewards), RewardParts(rewards[-1][1]), lost)
+        return JudgedRollout(episode, fmean(reward for reward, _ in rewards), RewardParts(rewards[-1][1]), failure)
 
     async def roll(self, task: Task, sampling: Sampling) -> Episode:
         """A judged episode. Faults of others than the policy are retried; NoReward if they persist."""
@@ -218,6 +218,6 @@ def _host(config: GatewayHostConfig, build_engine: Callable[[], Engine], scenari
     if isinstance(config, ExternalGatewayConfig):
         return RelayGatewayHost(GatewayAccess(config.url, config.token(scenario_dir), RESTART_S), build_engine)
     raise ValueError(
-        f'[run.gateway] type = "{config.type}" has engines of its own, but verl\'s servers must sample here. Use '
+        f'[run.gateway] type = "{config.type}" has other engines, but verl\'s servers must sample here. Use '
         '"embedded", or "external" with a gateway that was started with --relay.'
     )

@@ -1,4 +1,4 @@
-"""The Jinja form of a family's chat template, for a policy whose model has none of its own."""
+"""The Jinja form of a family's chat template, for a policy whose model has no template."""
 
 import json
 

@@ -44,6 +44,8 @@ def write_gguf(policy: Path) -> Path:
         raise MissingExtra("the GGUF format", "train") from error
     config, tokenizer = json.loads((policy / "config.json").read_bytes()), _Vocabulary(policy)
     architecture = _architecture(policy, config)
+    heads = int(config["num_attention_heads"])
+    rotated_heads = {"q_proj": heads, "k_proj": int(config.get("num_key_value_heads") or heads)}
     target, part = policy / FILE, policy / f".{FILE}"
     with storage(policy):
         writer = gguf.GGUFWriter(part, architecture)
@@ -55,9 +57,9 @@ def write_gguf(policy: Path) -> Path:
                 if (gguf_name := names.get_name(name, (".weight", ".bias"))) is None:
                     raise NotConvertible(policy, f"it has weights {name!r}")
                 values = weight.float()
-                if architecture == "llama" and (heads := _rotated_heads(name, config)):
+                if architecture == "llama" and (rows := rotated_heads.get(name.split(".")[-2])):
                     # transformers concatenates the two halves of a rotation, llama.cpp interleaves them.
-                    values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+                    values = values.reshape(rows, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
                 writer.add_tensor(gguf_name, values.contiguous().numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -82,15 +84,9 @@ def _architecture(policy: Path, config: Mapping[str, Any]) -> str:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of rotary positions; a `rope_theta` of its own is how transformers wrote them before version 5."""
+    """The settings of rotary positions; before version 5, transformers wrote `rope_theta` beside them."""
     old = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {})}
     return config.get("rope_parameters") or old
-
-
-def _rotated_heads(name: str, config: Mapping[str, Any]) -> int:
-    """How many heads a matrix of queries or keys has; 0 for any other."""
-    heads = int(config["num_attention_heads"])
-    return {"q_proj": heads, "k_proj": int(config.get("num_key_value_heads") or heads)}.get(name.split(".")[-2], 0)
 
 
 def _write_settings(writer: Any, config: Mapping[str, Any], name: str) -> None:
@@ -125,7 +121,7 @@ class _Vocabulary:
             raise NotConvertible(policy, "its tokenizer is not byte-level BPE")
         self._pre = _pre_tokenizer(description["pre_tokenizer"])
         if self._pre is None:
-            raise NotConvertible(policy, "its tokenizer divides text into words in a way of its own")
+            raise NotConvertible(policy, "its tokenizer divides text into words in an unknown way")
         self._added = description["added_tokens"]
         self._ids = {**self._model["vocab"], **{token["content"]: token["id"] for token in self._added}}
         tokenizer = Tokenizer.from_file(str(file))

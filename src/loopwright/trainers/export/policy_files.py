@@ -70,5 +70,5 @@ def _write_generation_config(policy: Path, tokenizer: Tokenizer, temperature: fl
     own: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
     ends = sorted(stop_ids(tokenizer, end_ids_in(policy)))
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    kept = {name: own[name] for name in _TOKEN_IDS if own.get(name) is not None}
-    file.write_text(json.dumps({**kept, "eos_token_id": ends, **sampling}, indent=2) + "\n")
+    token_ids = {name: own[name] for name in _TOKEN_IDS if own.get(name) is not None}
+    file.write_text(json.dumps({**token_ids, "eos_token_id": ends, **sampling}, indent=2) + "\n")
