@@ -34,7 +34,7 @@ Tasks: `{_text(digest.rollout.get("tasks"))}`
 ## Caveats
 {caveats}
 ## Audit
-{_mismatch(digest)}`loopwright audit {digest.folder.parent.name}` recomputes the recorded logprobs with the kept checkpoints.
+{_mismatch(digest)}`loopwright audit {digest.folder.parent.name}` recomputes the recorded logprobs from the checkpoints.
 
 ## Settings
 | | |
