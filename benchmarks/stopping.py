@@ -29,11 +29,11 @@ ARGS: dict[str, Any] = {
 }
 
 
-def search(seed: int, stop: dict[str, Any] | None) -> tuple[float, int, dict[int, list[float]]]:
+def search(seed: int, stop: dict[str, Any] | None, agent: str = "random") -> tuple[float, int, dict[int, list[float]]]:
     """The best loss, the epochs that were spent, and each trial's losses."""
     run = {
         "name": "spirals",
-        "agent": {"type": "random", "trials": TRIALS, "seed": seed},
+        "agent": {"type": agent, "trials": TRIALS, "seed": seed},
         "reward": {"type": "negative", "metrics": ["loss"]},
         "confirm": False,  # the rule alone is compared, at the same points
         "workload": {"type": "python", "function": "spirals:train", "path": [str(EXAMPLE)], "args": ARGS},
@@ -67,20 +67,27 @@ def run() -> list[Ratio]:
     """Both over several seeds."""
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rule = {"rule": "asha", "metric": "loss", "mode": "min", "options": {"min_resource": 9}}
-    gaps: dict[str, list[float]] = {"asha": [], "Hyperband": []}
-    shares: dict[str, list[float]] = {"asha": [], "Hyperband": []}
+    rule = {"rule": "asha", "metric": "loss", "mode": "min"}
+    gaps: dict[str, list[float]] = {"asha": [], "asha with tpe": [], "Hyperband": []}
+    shares: dict[str, list[float]] = {name: [] for name in gaps}
     for seed in range(SEEDS):
         best, epochs, losses = search(seed, None)
-        for name, (loss, spent) in {"asha": search(seed, rule)[:2], "Hyperband": hyperband(losses)}.items():
-            gaps[name].append(100 * (loss / best - 1))
-            shares[name].append(100 * spent / epochs)
-        print(f"seed {seed}: best {best:.4f}; gap and compute in %: {gaps['asha'][-1]:.2f}, {shares['asha'][-1]:.1f}; "
-              f"Hyperband {gaps['Hyperband'][-1]:.2f}, {shares['Hyperband'][-1]:.1f}", file=sys.stderr)  # fmt: skip
+        adaptive = search(seed, None, "tpe")
+        for name, (loss, spent), full in (
+            ("asha", search(seed, rule)[:2], (best, epochs)),
+            ("asha with tpe", search(seed, rule, "tpe")[:2], adaptive[:2]),
+            ("Hyperband", hyperband(losses), (best, epochs)),
+        ):
+            gaps[name].append(100 * (loss / full[0] - 1))
+            shares[name].append(100 * spent / full[1])
+        figures = "; ".join(f"{name} {gaps[name][-1]:.2f}, {shares[name][-1]:.1f}" for name in gaps)
+        print(f"seed {seed}: gap and compute in %: {figures}", file=sys.stderr)
     detail = f"median of {SEEDS} seeds, {TRIALS} trials of {EPOCHS} epochs"
     return [
         Ratio("stopping: asha's best against the full search's", median(gaps["asha"]), 1, "% worse", detail=detail),
         Ratio("stopping: asha's compute", median(shares["asha"]), 35, "% of the full search's", detail=detail),
+        Ratio("stopping: asha with tpe, best", median(gaps["asha with tpe"]), 1, "% worse", detail=detail),
+        Ratio("stopping: asha with tpe, compute", median(shares["asha with tpe"]), 35, "%", detail=detail),
         Ratio("stopping: Optuna's Hyperband, best", median(gaps["Hyperband"]), None, "% worse", detail=detail),
         Ratio("stopping: Optuna's Hyperband, compute", median(shares["Hyperband"]), None, "%", detail=detail),
     ]

@@ -204,3 +204,29 @@ def test_q03_tune_stops_in_process_functions_and_generators_too(tmp_path):
     stopped = [trial.action["x"] for trial in study.trials() if trial.outcome is Outcome.STOPPED]
     assert stopped == cleaned != []
     loopwright.report(1, loss=2.0)  # outside a trial: nothing happens
+
+
+def test_q03_asha_learns_the_first_rung_from_the_first_complete_trial(tmp_path):
+    """Given no `min_resource`, nothing is stopped before a trial is complete, then at a thirteenth of its steps."""
+
+    def train(x):
+        for _ in range(39):
+            yield {"loss": x}
+
+    study = loopwright.tune(
+        train,
+        {"x": [1, 2, 3, 4]},
+        minimize="loss",
+        trials=4,
+        agent="grid",
+        stop="asha",
+        in_process=True,
+        output=tmp_path,
+    )
+    with Ledger.read(next(tmp_path.glob("*/ledger.db"))) as ledger:
+        assert ledger.state("first_rung") == 3
+    outcomes = {trial.action["x"]: trial.outcome for trial in study.trials()}
+    reasons = {trial.action["x"]: trial.reason for trial in study.trials()}
+    assert outcomes[1] is Outcome.OK
+    assert outcomes[4] is Outcome.STOPPED
+    assert "at step 3" in reasons[4]

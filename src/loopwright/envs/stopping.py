@@ -35,12 +35,14 @@ _PRUNERS = (
     *("SuccessiveHalvingPruner", "ThresholdPruner", "WilcoxonPruner"),
 )
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    # Optuna's "auto" looks at the trials so far, which would differ in a resumed run.
-    "SuccessiveHalvingPruner": {"min_resource": 1, "reduction_factor": 3},
+    # Optuna's "auto" looks at the trials so far, which would differ in a resumed run. `StopRule` has its own.
+    "SuccessiveHalvingPruner": {"min_resource": 1, "reduction_factor": 4},
     "PatientPruner": {"wrapped_pruner": None},
 }
 _EVERY = 1000
 """From here on only each tenth, then each hundredth step is kept, and so on: a curve stays small."""
+_FIRST_RUNG = 13
+"""Without `min_resource`, asha first compares trials after this part of the first complete one."""
 _NAMES = 64
 """How many metrics a curve may have, at most."""
 
@@ -116,6 +118,11 @@ class StopConfig(Config):
             except TypeError as error:
                 raise ValueError(f"{self.rule}: {error}") from error
 
+    def learns_resource(self, fidelity: FidelityConfig | None) -> bool:
+        """Whether the first rung is set by the first complete trial."""
+        is_asha = _RULES.get(self.rule, self.rule) == "SuccessiveHalvingPruner"
+        return is_asha and fidelity is None and "min_resource" not in self.options
+
     def needs_max_resource(self) -> bool:
         """Whether the rule lacks the last step of a complete trial."""
         return _RULES.get(self.rule, self.rule) == "HyperbandPruner" and "max_resource" not in self.options
@@ -128,15 +135,24 @@ class StopRule:
         import optuna
 
         self.config, self._trials, self._states = config, optuna.trial, optuna.trial.TrialState
+        self._ledger, pruner = ledger, config.pruner(fidelity)
+        self._waits = config.learns_resource(fidelity)
+        """Whether no trial is stopped yet, because none is complete and the number of steps is unknown."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # A fixed name: Hyperband derives a trial's bracket from it and from the trial's number.
         self._study = optuna.create_study(
             study_name="loopwright",
             sampler=optuna.samplers.RandomSampler(seed=0),
-            pruner=config.pruner(fidelity),
+            pruner=optuna.pruners.NopPruner() if self._waits else pruner,
             direction="minimize" if config.mode == "min" else "maximize",
         )
+        if self._waits and (first := ledger.state("first_rung")) is not None:
+            self._set_first_rung(first)
         self._restore(ledger)
+
+    def _set_first_rung(self, step: int) -> None:
+        options = {**self.config.options, "min_resource": step}
+        self._study.pruner, self._waits = self.config.model_copy(update={"options": options}).pruner(), False
 
     def begin(self, number: int) -> "optuna.trial.Trial":
         """The trial with this number in the study; those before it are added as running."""
@@ -148,7 +164,7 @@ class StopRule:
         """Add a step; return whether the trial should stop there."""
         if step not in self._study.get_trials(deepcopy=False)[trial.number].intermediate_values:  # in a lost attempt
             trial.report(value, step)
-        return trial.should_prune()
+        return trial.should_prune() or (math.isnan(value) and self.config.rule != "NopPruner")
 
     def end(self, trial: "optuna.trial.Trial", outcome: Outcome, last: float | None) -> dict[str, Any]:
         """Add how a trial ended; return what the rule noted about it."""
@@ -156,6 +172,10 @@ class StopRule:
             self._study.tell(trial.number, state=self._states.PRUNED)
         elif outcome is Outcome.OK and last is not None and not math.isnan(last):
             self._study.tell(trial.number, last)
+            steps = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
+            if self._waits and steps:
+                self._ledger.set_state("first_rung", first := max(1, max(steps) // _FIRST_RUNG))
+                self._set_first_rung(first)
         else:
             self._study.tell(trial.number, state=self._states.FAIL)
         return dict(self._study.get_trials(deepcopy=False)[trial.number].system_attrs)
