@@ -207,7 +207,7 @@ def test_q03_tune_stops_in_process_functions_and_generators_too(tmp_path):
 
 
 def test_q03_asha_learns_the_first_rung_from_the_first_complete_trial(tmp_path):
-    """Given no `min_resource`, nothing is stopped before a trial is complete, then at a thirteenth of its steps."""
+    """Given no `min_resource`, nothing is stopped before a trial is complete, then at a ninth of its steps."""
 
     def train(x):
         for _ in range(39):
@@ -224,9 +224,9 @@ def test_q03_asha_learns_the_first_rung_from_the_first_complete_trial(tmp_path):
         output=tmp_path,
     )
     with Ledger.read(next(tmp_path.glob("*/ledger.db"))) as ledger:
-        assert ledger.state("first_rung") == 3
+        assert ledger.state("first_rung") == 4
     outcomes = {trial.action["x"]: trial.outcome for trial in study.trials()}
     reasons = {trial.action["x"]: trial.reason for trial in study.trials()}
     assert outcomes[1] is Outcome.OK
     assert outcomes[4] is Outcome.STOPPED
-    assert "at step 3" in reasons[4]
+    assert "at step 4" in reasons[4]

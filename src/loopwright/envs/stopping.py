@@ -41,7 +41,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _EVERY = 1000
 """From here on only each tenth, then each hundredth step is kept, and so on: a curve stays small."""
-_FIRST_RUNG = 13
+_FIRST_RUNG = 9
 """Without `min_resource`, asha first compares trials after this part of the first complete one."""
 _NAMES = 64
 """How many metrics a curve may have, at most."""

@@ -101,7 +101,7 @@ def size(size_bytes: float) -> str:
 
 def percent(share: float) -> str:
     """A share as a percentage."""
-    return f"{number(100 * share, 3)} %"
+    return "< 0.01 %" if 0 < share < 0.0001 else f"{number(100 * share, 3)} %"
 
 
 def counted(count: int, noun: str) -> str:
