@@ -4,8 +4,10 @@ import json
 import sys
 
 import pytest
+from stable_baselines3 import A2C
 from tests.agents.rl.scenarios import batch_scenario, live_scenario, train
 
+import loopwright
 from loopwright.cli import main
 
 
@@ -103,3 +105,31 @@ def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
         code, _, err = act(policy, *words)
         assert code == 1
         assert message in " ".join(err.split())
+
+
+OWN = """
+from loopwright import ObsLeafDescriptor
+from loopwright.envs import SearchEnv
+
+class Windy(SearchEnv):
+    def structured_observation_descriptors(self):
+        return {"storm": ObsLeafDescriptor.discrete(2)}
+
+    def encode_observation(self, metrics, regime):
+        return {"storm": int(regime["wind"] == 1)}
+"""
+
+
+def test_a_policy_whose_observations_the_scenario_encodes_is_for_its_library(act, tmp_path):
+    (tmp_path / "own_windy.py").write_text(OWN)
+    text = batch_scenario('type = "a2c", trials = 24, rollout = 8', run='env = "own_windy:Windy"')
+    assert train(tmp_path, text) == 0
+    policy = tmp_path / "out" / "r" / "policy"
+    code, _, err = act(policy, "--regime", "wind=1")
+    assert code == 1
+    assert "encoded by Windy.encode_observation, in the scenario's own `env`" in err
+    env = loopwright.make(tmp_path / "scenario.toml")
+    observation, _ = env.reset()
+    action, _ = A2C.load(policy / "policy.zip").predict(observation, deterministic=True)
+    assert env.decode_action(action)["x"] in (0, 1, 2, 3)
+    env.close()

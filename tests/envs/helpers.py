@@ -183,7 +183,7 @@ def rows(env: LiveEnv) -> list[Trial]:
     return list(env.book.ledger.trials())
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition was not met in time"

@@ -1,15 +1,18 @@
 """RL in the report: live runs by episode, and a trained policy beside the best static action."""
 
+import io
 import time
 import tracemalloc
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from loopwright.reports.kinds import read_run
 from loopwright.reports.live.digest import Episodes, LiveDigest
 from loopwright.reports.page import write_report
+from loopwright.reports.progress import RunProgress
 from tests.reports.ledgers import LIVE, live
 from tests.reports.test_html import HOSTILE, assert_drawn, chart, page, with_script, words
 
@@ -270,3 +273,14 @@ def test_live_and_policy_runs_render_without_errors(begin, tmp_path, render):
         dom = render(tmp_path / name)
         assert_drawn(dom.dom, dom.log)
     assert "<b>Episode 1, steps" in dom.dom
+
+
+def test_the_time_left_of_a_live_run_does_not_count_its_start(begin):
+    run = begin("paddle", **LIVE, budget=100, rollout=None)
+    book = SimpleNamespace(ledger=run.ledger, name="paddle", budget=100, count_cached=True)
+    progress = RunProgress(book, io.StringIO())
+    progress.started -= 3600  # the first step waits until the library is imported and the server runs
+    progress.after(run.add({}, 1.0))
+    assert progress.seconds_left is None
+    progress.after(run.add({}, 1.0))
+    assert progress.seconds_left < 3600

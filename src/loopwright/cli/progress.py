@@ -151,8 +151,11 @@ def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     digest = read_live(ledger)
     episodes = digest.episodes
     count, mean = episodes.total.count + episodes.failed, episodes.after if episodes.total.count else None
-    lines = [f"{digest.steps:,} steps in {count:,} episodes" + (f", {digest.failed:,} failed" if digest.failed else "")]
-    if mean is not None:
+    noun = "episode" if count == 1 else "episodes"
+    lines = [f"{digest.steps:,} steps in {count:,} {noun}" + (f", {digest.failed:,} failed" if digest.failed else "")]
+    if mean is not None and episodes.total.count == 1:
+        lines.append(f"return of the only complete episode: {mean:.6g}")
+    elif mean is not None:
         window = episodes.window
         what = f"mean return of the last {window} episodes" if window > 1 else "return of the last episode"
         if episodes.seed_trials:

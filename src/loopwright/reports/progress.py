@@ -58,6 +58,8 @@ class RunProgress(Observer):
     def after(self, trial: Trial) -> None:
         if trial.outcome is not Outcome.ABORTED:
             self.cached += trial.cached_from is not None
+            if self.is_live and self.done == self.done_before:  # the first step waited for library and server
+                self.done_before, self.started = self.done + 1, time.monotonic()
             self._count(trial)
         self.show(trial)
 

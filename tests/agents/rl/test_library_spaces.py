@@ -11,9 +11,8 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.envs.gym.adapter import LiveAdapter
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)
-
-
 TWO = spaces.Discrete(2)
+IMAGE = spaces.Box(0, 255, (84, 84, 3), np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -25,18 +24,23 @@ TWO = spaces.Discrete(2)
         (spaces.MultiDiscrete([2, 3]), None, 5),
         (spaces.MultiDiscrete([[2, 3], [2, 2]]), 9, 9),
         (spaces.MultiBinary(3), None, 3),
-        (spaces.Dict({"a": BOX, "b": TWO}), None, 4),
-        (spaces.Dict({"a": spaces.Dict({"b": TWO})}), 2, 2),
-        (spaces.Tuple((BOX, TWO)), 4, 4),
+        (spaces.Dict({"a": BOX, "b": TWO}), None, {"part_0": (2,), "part_1": (2,)}),
+        (spaces.Dict({"a": spaces.Dict({"b": TWO})}), 2, {"part_0": (2,)}),
+        (spaces.Tuple((BOX, spaces.Dict({"b": spaces.Discrete(3)}))), 5, {"part_0": (2,), "part_1": (3,)}),
+        (spaces.Tuple((IMAGE, spaces.Box(0, 1, (3, 3)))), 84 * 84 * 3 + 9, {"part_0": (84, 84, 3), "part_1": (9,)}),
         (spaces.Box(0, 1, (), np.float32), 1, 1),
         (spaces.Box(0, 9, (2,), np.int64), None, 2),
-        (spaces.Box(0, 255, (84, 84, 3), np.uint8), None, None),
+        (IMAGE, None, None),
+        (spaces.Box(0, 255, (50, 50, 3), np.uint8), None, 7500),
     ],
 )
-def test_unsupported_observations_are_flattened(space, sb3, rllib):
-    for library, length in (("sb3", sb3), ("rllib", rllib)):
+def test_unsupported_observations_are_flattened_or_given_in_parts(space, sb3, rllib):
+    for library, shape in (("sb3", sb3), ("rllib", rllib)):
         codec = flatten_codec(space, library)
-        assert (codec and codec.gym_space.shape) == (length and (length,))
+        if isinstance(shape, dict):
+            assert {name: part.shape for name, part in codec.gym_space.items()} == shape
+        else:
+            assert (codec and codec.gym_space.shape) == (shape and (shape,))
         if codec is not None:
             assert codec.encode(space.sample()) in codec.gym_space
 

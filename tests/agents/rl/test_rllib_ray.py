@@ -127,3 +127,54 @@ def test_g14_rllib_trains_on_dict_and_tuple_actions_as_they_are(tmp_path, name):
     assert [str(row.outcome) for row in rows(tmp_path)] == ["ok"] * 100
     acted = loopwright("act", tmp_path / "out" / "r" / "policy", "--observation", "[0, 0]")
     assert len(json.loads(acted.stdout)) == 2, acted.stderr
+
+
+SEES = """
+import numpy as np
+from gymnasium import spaces
+from tests.envs.helpers import LineServer
+
+IMAGE = spaces.Box(0, 255, (42, 42, 3), np.uint8)
+
+class Named(LineServer):
+    observation_space = spaces.Dict({"eye": IMAGE, "state": spaces.Dict({"keys": spaces.Discrete(3)})})
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        super().__init__()
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), super().reset(seed=seed, options=options)[1]
+
+    def step(self, action):
+        return self.observation_space.sample(), *super().step(action)[1:]
+
+class Pair(Named):
+    observation_space = spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.MultiBinary(2)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("algorithm", "name", "encoders"),
+    [("ppo", "Named", ["TorchCNNEncoder", "TorchMLPEncoder"]), ("dqn", "Pair", ["TorchMLPEncoder"] * 2)],
+)
+def test_g14_rllib_observes_dict_and_tuple_in_parts_each_with_its_encoder(tmp_path, algorithm, name, encoders):
+    from ray.rllib.core.rl_module.rl_module import RLModule  # late: it takes seconds
+
+    from loopwright.agents.rl.rllib_networks import PartsEncoder
+
+    (tmp_path / "rl_sees.py").write_text(SEES)
+    agent = f'type = "{algorithm}", library = "rllib", trials = 120, rollout = 50'
+    path = write_scenario(tmp_path, live_scenario(agent, f"rl_sees:{name}"))
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert [str(row.outcome) for row in rows(tmp_path)] == ["ok"] * 120
+    policy = tmp_path / "out" / "r" / "policy"
+    observation = [[0.5, 1], [0, 1]] if name == "Pair" else {"eye": [[[0] * 3] * 42] * 42, "state": {"keys": 2}}
+    acted = loopwright("act", policy, "--observation", json.dumps(observation))
+    assert json.loads(acted.stdout) in (0, 1), acted.stderr
+    module = RLModule.from_checkpoint(policy / "rllib" / "learner_group" / "learner" / "rl_module" / "default_policy")
+    parts = next(part for part in module.modules() if isinstance(part, PartsEncoder))
+    assert [type(encoder).__name__ for encoder in parts.base_encoders.values()] == encoders

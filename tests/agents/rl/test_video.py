@@ -87,6 +87,15 @@ def test_an_episode_of_each_evaluation_is_shown(tmp_path, isolate):
     assert video["png"] in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_a_video_of_cart_pole_is_in_the_report(tmp_path):
+    assert train(tmp_path, live_scenario(AGENT, more='render_mode = "rgb_array"')) == 0
+    video = state(tmp_path, "video last")
+    images = frames(base64.b64decode(video["png"]))
+    assert len(images) > 5
+    assert all(len(np.unique(image.reshape(-1, 3), axis=0)) > 2 for image in images), "cart, pole and background"
+    assert video["png"] in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_an_environment_that_cannot_draw_itself_is_evaluated_all_the_same(tmp_path, caplog):
     (tmp_path / "drawn.py").write_text(DRAWN)
     more = 'render_mode = "rgb_array"\n[run.live.args]\nbroken = true'

@@ -1,5 +1,6 @@
-"""Spaces as a library's networks accept them: unchanged, or flattened. Requires gymnasium."""
+"""Spaces as a library's networks accept them: unchanged, in parts, or flattened. Requires gymnasium."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +14,8 @@ from loopwright.envs.gym.flat_actions import FlatActions
 
 MIN_IMAGE_PIXELS = 36
 """Smaller images do not fit the convolutions of SB3's CnnPolicy."""
+_RLLIB_IMAGE_PIXELS = (10, 42, 64, 84, 96)
+"""The sizes of square images that RLlib has convolutions for."""
 _NETWORK_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
@@ -54,20 +57,67 @@ def is_large_image(space: "spaces.Space[Any]") -> bool:
     return is_image(space) and sorted(space.shape or ())[1] >= MIN_IMAGE_PIXELS
 
 
-def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | None:
-    """The codec that flattens observations for a library, or None if the library accepts them as they are."""
+class PartsCodec:
+    """Observations of a Dict or Tuple space as named parts, for a network with an encoder per part (RLlib).
+
+    A part that the library has an encoder for stays as it is; any other is flattened on its own.
+    """
+
+    def __init__(self, space: "spaces.Space[Any]") -> None:
+        self._space = space
+        # Numbered, since PyTorch does not accept every name for a module.
+        parts = {f"part_{n}": part for n, (part, _) in enumerate(_leaves(space, None))}
+        self._codecs = {name: None if _rllib_observes(part) else FlattenCodec(part) for name, part in parts.items()}
+        self.gym_space = spaces.Dict(
+            {name: part if (codec := self._codecs[name]) is None else codec.gym_space for name, part in parts.items()}
+        )
+
+    def encode(self, observation: Any) -> dict[str, Any]:
+        """The parts of an observation."""
+        values = (value for _, value in _leaves(self._space, observation))
+        return {
+            name: value if codec is None else codec.encode(value)
+            for (name, codec), value in zip(self._codecs.items(), values, strict=True)
+        }
+
+
+def _leaves(space: "spaces.Space[Any]", value: Any) -> Iterator[tuple["spaces.Space[Any]", Any]]:
+    """The parts of a space that have no parts themselves, each with its value."""
+    match space:
+        case spaces.Dict():
+            parts: Iterable[tuple[Any, spaces.Space[Any]]] = space.spaces.items()
+        case spaces.Tuple():
+            parts = enumerate(space.spaces)
+        case _:
+            yield space, value
+            return
+    for key, part in parts:
+        yield from _leaves(part, None if value is None else value[key])
+
+
+def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | PartsCodec | None:
+    """The codec that changes observations for a library, or None if the library accepts them as they are."""
     if reason := space_problem(space, "the observation space"):
         raise LoopwrightError(reason)
-    if library == "rllib":  # an image (height, width, channels) or a vector of floats
-        accepted = isinstance(space, spaces.Box) and (
-            len(space.shape) == 3 or (len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating))
-        )
+    if library == "rllib":
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            return PartsCodec(space)
+        accepted = _rllib_observes(space)
     elif isinstance(space, spaces.Dict):  # named parts, but no nested ones; it sends every image through convolutions
         parts = space.spaces.values()
         accepted = all(_sb3_observes(part) and is_image(part) == is_large_image(part) for part in parts)
     else:
         accepted = _sb3_observes(space)
     return None if accepted else FlattenCodec(space)
+
+
+def _rllib_observes(space: "spaces.Space[Any]") -> bool:
+    """Whether RLlib has an encoder for a space: for a vector of floats, and for images (height, width, channels)."""
+    if not isinstance(space, spaces.Box):
+        return False
+    if len(space.shape) == 3:
+        return space.shape[0] == space.shape[1] and space.shape[0] in _RLLIB_IMAGE_PIXELS
+    return len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
 
 
 def _sb3_observes(space: "spaces.Space[Any]") -> bool:

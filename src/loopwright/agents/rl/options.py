@@ -25,8 +25,8 @@ def read_option(annotation: Any, default: Any, value: Any) -> Any:
             return value
         choices = list(dict.fromkeys(word for kind in _kinds(annotation) if (word := _WORDS.get(kind))))
         reason = f"must be {' or '.join(choices)}, not {value!r}" if choices else f"cannot be {value!r}"
-        shown = f"; the default is {json.dumps(default)}" if isinstance(default, int | float | str) else ""
-        raise ValueError(f"{reason}{shown}.") from None
+        default_text = f"; the default is {json.dumps(default)}" if isinstance(default, int | float | str) else ""
+        raise ValueError(f"{reason}{default_text}.") from None
 
 
 def _kinds(annotation: Any) -> list[Any]:

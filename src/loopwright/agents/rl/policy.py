@@ -11,6 +11,7 @@ from loopwright.agents.rl.learner import PolicyLearner, RlAlgorithm, RlConfig, b
 from loopwright.agents.rl.library_spaces import flat_actions, flatten_codec
 from loopwright.core.errors import InvalidAction, LoopwrightError, storage
 from loopwright.core.trial import Observation
+from loopwright.envs.gym.adapter import structure_of
 from loopwright.envs.gym.codec import ActionCodec, LiveObservationCodec, ObservationCodec
 from loopwright.envs.gym.observation import RegimeEncoder
 from loopwright.envs.live.env import LiveEnv
@@ -31,7 +32,7 @@ class PolicyError(LoopwrightError, ValueError):
 def policy_card(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm) -> dict[str, Any]:
     """What `act` needs to know of a policy. A live policy has the server's spaces."""
     server = env.server if isinstance(env, LiveEnv) else None
-    run = env.book.ledger.state("run", {})
+    run, structure = env.book.ledger.state("run", {}), structure_of(env)
     return {
         "algorithm": algorithm.name,
         "library": config.library,
@@ -39,6 +40,7 @@ def policy_card(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorit
         "view": algorithm.view,
         "metrics": env.metric_names,
         **(_spaces_as_json(server) if server is not None else {}),
+        "encoder": None if structure is None or isinstance(structure, RegimeEncoder) else type(structure).__qualname__,
         "episode_steps": 1 if isinstance(env, LiveEnv) else env.rules.episode_steps,
         **{name: run.get(name, {}) for name in ("parameters", "env_params", "constraints")},
     }
@@ -70,6 +72,11 @@ def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> 
         card = json.loads((directory / _CARD).read_text())
     except (OSError, ValueError) as error:
         raise PolicyError(f"no policy in {directory}: {error}. Give the `policy` directory of a run.") from error
+    if encoder_class := card.get("encoder"):
+        raise PolicyError(
+            f"the observations of this policy are encoded by {encoder_class}.encode_observation, in the "
+            "scenario's own `env`, which `act` cannot call. Load the policy with its library, as docs/rl.md shows."
+        )
     metrics = {} if card["live"] else _validate_metrics(card, observation)
     try:
         predict = backend(card["library"]).load_policy(card["algorithm"], directory)

@@ -17,7 +17,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.ppo import PPO, PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
 from ray.rllib.utils.from_config import NotProvided
 from ray.rllib.utils.spaces.space_utils import get_base_struct_from_space, unsquash_action
 from ray.tune.registry import register_env
@@ -25,6 +25,7 @@ from ray.tune.registry import register_env
 from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig, default_rollout
 from loopwright.agents.rl.library_spaces import wrap_for_library
 from loopwright.agents.rl.options import read_option
+from loopwright.agents.rl.rllib_networks import DqnPartsCatalog, PpoPartsCatalog
 from loopwright.core.errors import storage
 from loopwright.core.trial import Observation
 from loopwright.envs.gym.adapter import Driver, LiveAdapter, step_info
@@ -33,6 +34,7 @@ from loopwright.envs.live.env import LiveEnv
 
 _CHECKPOINT, _PREVIOUS = "rllib", "rllib.older"
 _CONFIGS: dict[str, type[Any]] = {"PPO": PPOConfig, "DQN": DQNConfig}
+_CATALOGS: dict[str, type[Any]] = {"PPO": PpoPartsCatalog, "DQN": DqnPartsCatalog}
 _environments: dict[str, gym.Env[Any, Any]] = {}
 """Environments by key: RLlib makes them itself, but ours hold a ledger and cannot be pickled."""
 
@@ -195,7 +197,10 @@ def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) ->
         .env_runners(num_env_runners=0, rollout_fragment_length=fragment)
         .learners(num_learners=0)
         .reporting(min_sample_timesteps_per_iteration=0 if algorithm == "PPO" else batch, min_time_s_per_iteration=0)
-        .rl_module(model_config=DefaultModelConfig(**network))
+        .rl_module(
+            model_config=DefaultModelConfig(**network),
+            rl_module_spec=RLModuleSpec(catalog_class=_CATALOGS[algorithm]),
+        )
         .debugging(seed=config.seed, log_level="ERROR")
         .training(**options)
     )
@@ -220,10 +225,12 @@ def _with_batch(config: AlgorithmConfig, steps: int) -> AlgorithmConfig:
 
 def _predict(module: RLModule, observation: Any) -> Any:
     """The action that the policy prefers."""
-    if isinstance(observation, dict):  # in the order of gymnasium's flattening: keys sorted
+    if isinstance(observation, dict) and not isinstance(module.observation_space, gym.spaces.Dict):
+        # A batch policy observes a vector, in the order of gymnasium's flattening: keys sorted.
         observation = np.concatenate([np.ravel(observation[name]) for name in sorted(observation)])
+    batch = tree.map_structure(lambda part: torch.as_tensor(np.asarray(part, np.float32))[None], observation)
     with torch.no_grad():
-        out = module.forward_inference({"obs": torch.as_tensor(np.asarray(observation, np.float32))[None]})
+        out = module.forward_inference({"obs": batch})
     if "actions" in out:
         action = out["actions"][0].numpy()
     else:

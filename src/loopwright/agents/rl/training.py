@@ -148,9 +148,9 @@ def _context(training: _Training, trials_per_step: int, max_steps: int, flush: C
 def _publish_best(book: TrialBook, config: RlConfig) -> None:
     """With several seeds, copy the policy of the best one to where a single one would be."""
     scores = {seed: book.ledger.state(f"best {seed}", {}).get("return") for seed in config.seeds}
-    known = {seed: score for seed, score in scores.items() if score is not None}
+    returns = {seed: score for seed, score in scores.items() if score is not None}
     if config.seeds:
-        best = max(known, key=lambda seed: known[seed]) if known else config.seeds[0]
+        best = max(returns, key=lambda seed: returns[seed]) if returns else config.seeds[0]
         folder = book.directory / "policy"
         source = folder / f"seed-{best}"
         with storage(folder), book.uninterrupted():
@@ -280,8 +280,8 @@ def _compare_seeds(ledger: Ledger, seed: int, rows: list[dict[str, Any]]) -> Non
         other: best["return"] for other in (*ledger.state("seeds", []), seed) if (best := ledger.state(f"best {other}"))
     }
     if means:
-        shown = ledger.state(f"evaluation {max(means, key=lambda other: means[other])}")
-        ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": shown})
+        best_rows = ledger.state(f"evaluation {max(means, key=lambda other: means[other])}")
+        ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": best_rows})
 
 
 class _Evaluation:

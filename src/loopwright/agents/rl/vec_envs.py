@@ -74,7 +74,7 @@ class LiveVecEnv(RunVecEnv):
         self._slots = LiveSlots(env)
         self._actions = flat_actions(self._slots.action_space, "sb3")
         self._observations = flatten_codec(self._slots.observation_space, "sb3")
-        self._chosen: Any = ()
+        self._next_actions: Any = ()
         self._masks: list[Any] = [None] * len(env.slots)
         self._returns = [0.0] * len(env.slots)
         self._lengths = [0] * len(env.slots)
@@ -100,14 +100,14 @@ class LiveVecEnv(RunVecEnv):
         return observations
 
     def step_async(self, actions: Any) -> None:
-        self._chosen = actions if self._actions is None else [self._actions.decode(action) for action in actions]
+        self._next_actions = actions if self._actions is None else [self._actions.decode(action) for action in actions]
 
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
-        steps = self._slots.step(self._chosen)
+        steps = self._slots.step(self._next_actions)
         dones = np.zeros(self.num_envs, bool)
         observations: list[Any] = []
         infos: list[dict[str, Any]] = []
-        ended: list[int] = []
+        done_slots: list[int] = []
         for slot, (observation, reward, terminated, truncated, info) in enumerate(steps):
             if self._observations is not None:
                 observation = self._observations.encode(observation)
@@ -119,13 +119,13 @@ class LiveVecEnv(RunVecEnv):
                 seconds = round(time.time() - self._began_s, 6)
                 info["episode"] = {"r": self._returns[slot], "l": self._lengths[slot], "t": seconds}
                 info["terminal_observation"] = observation
-                ended.append(slot)
+                done_slots.append(slot)
             elif "action_mask" in info:
                 self._masks[slot] = info["action_mask"]
             observations.append(observation)
             infos.append(info)
-        if ended and self._slots.can_continue:  # otherwise nothing would be done in the next episode
-            for slot, observation in zip(ended, self._reset(ended), strict=True):
+        if done_slots and self._slots.can_continue:  # otherwise nothing would be done in the next episode
+            for slot, observation in zip(done_slots, self._reset(done_slots), strict=True):
                 observations[slot] = observation
         rewards = np.array([step[1] for step in steps], np.float32)
         return stack(observations), rewards, dones, infos

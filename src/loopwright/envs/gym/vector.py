@@ -135,12 +135,12 @@ class LiveVectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         """One step of every slot."""
         steps = self._slots.step(list(iterate(self.action_space, actions)))
         observations, infos = [step[0] for step in steps], dict[str, Any]()
-        ended = [slot for slot, step in enumerate(steps) if step[2] or step[3]]
-        begun = dict(zip(ended, self._slots.reset(ended), strict=True))
+        done_slots = [slot for slot, step in enumerate(steps) if step[2] or step[3]]
+        next_episodes = dict(zip(done_slots, self._slots.reset(done_slots), strict=True))
         for slot, (final_observation, *_, info) in enumerate(steps):
-            if slot in begun:
+            if slot in next_episodes:
                 final = {"final_obs": final_observation, "final_info": info}
-                observations[slot], info = begun[slot][0], {**begun[slot][1], **final}
+                observations[slot], info = next_episodes[slot][0], {**next_episodes[slot][1], **final}
             infos = self._add_info(infos, info, slot)
         rewards = np.array([step[1] for step in steps], np.float64)
         ends = (np.array([step[place] for step in steps], bool) for place in (2, 3))

@@ -105,11 +105,11 @@ class LiveConfig(Config):
         """What the server is created from. The first one is built with the first candidate of what is drawn."""
         path = self.env_class or ""
         accepted = constructor_args(path, scenario_dir)
-        drawn = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
-        taken = {name: value for name, value in drawn.items() if accepted is None or name in accepted}
+        regime = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
+        regime = {name: value for name, value in regime.items() if accepted is None or name in accepted}
         wrappers = tuple({"type": one} if isinstance(one, str) else one for one in self.wrappers)
         fixed = {**self.fixed(), **({"render_mode": self.render_mode} if renders and self.render_mode else {})}
-        return ServerTarget(path, fixed, taken, scenario_dir, wrappers, self.max_episode_steps)
+        return ServerTarget(path, fixed, regime, scenario_dir, wrappers, self.max_episode_steps)
 
     def problems(self, scenario_dir: Path, env_params: Collection[str]) -> list[Problem]:
         """What is wrong with this configuration, as far as that shows without starting the server."""
@@ -146,7 +146,7 @@ class LiveConfig(Config):
             problems.append(Problem("render_mode", reason))
         # A regime that only `reset` can apply is tried out, if it can be drawn at all.
         regime = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
-        probed = probe_spaces(target, {} if regime.keys() <= target.drawn.keys() else regime)
+        probed = probe_spaces(target, {} if regime.keys() <= target.regime.keys() else regime)
         if probed.problem and not problems:
             problems.append(Problem("env_class", probed.problem))
         return problems + [Problem(f"args.{name}", refusal([name])) for name in probed.unacknowledged]
@@ -182,7 +182,7 @@ class LiveConfig(Config):
             return [RemoteServer(self.address, timeout_s=self.timeout_s) for _ in range(self.envs)]
         target = self.target(scenario_dir, env_params, renders=renders)
         if self.isolate is False:
-            is_plain = not target.drawn and not renders
+            is_plain = not target.regime and not renders
             return [target.make() if is_plain else RegimeServer(target) for _ in range(self.envs)]
         from loopwright.envs.live.isolated import IsolatedServer  # requires msgpack and gymnasium
 

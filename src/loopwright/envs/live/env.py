@@ -120,11 +120,11 @@ class LiveEnv:
         self, slots: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> list[tuple[Any, dict[str, Any]]]:
         """Begin episodes of several slots; in one call, if their servers share a process."""
-        chosen = [self.slots[slot] for slot in slots]
+        episode_slots = [self.slots[slot] for slot in slots]
         reset_copies = getattr(self.server, "reset_copies", None)
-        if reset_copies is None or len(chosen) < 2:
-            return [slot.start_episode(seed, options) for slot, seed in zip(chosen, seeds, strict=True)]
-        own_options = [slot._next_regime(options) for slot in chosen]
+        if reset_copies is None or len(episode_slots) < 2:
+            return [slot.start_episode(seed, options) for slot, seed in zip(episode_slots, seeds, strict=True)]
+        own_options = [slot._next_regime(options) for slot in episode_slots]
         requests = list(zip(slots, seeds, own_options, strict=True))
         results = self._watchdog.guard("reset", lambda: reset_copies(requests))
         return [
@@ -132,7 +132,7 @@ class LiveEnv:
             slot.start_episode(seed, options)
             if isinstance(result, Exception)
             else slot._began(*slot._check_reset(result))
-            for slot, seed, result in zip(chosen, seeds, results, strict=True)
+            for slot, seed, result in zip(episode_slots, seeds, results, strict=True)
         ]
 
     def _next_regime(self, options: Mapping[str, Any] | None) -> dict[str, Any] | None:

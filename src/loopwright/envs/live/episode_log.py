@@ -67,26 +67,26 @@ class EpisodeLog:
         self.recorder = Recorder(ledger, unfinished=self._unfinished)
         self.hold = False
         self._in_progress = in_progress
-        self._ended: list[tuple[int, dict[str, Any], tuple[Any, ...] | None]] = []
+        self._recent: list[tuple[int, dict[str, Any], tuple[Any, ...] | None]] = []
         self._waiting: list[tuple[int, dict[str, Any], tuple[Any, ...] | None]] = []
 
     def add(self, last: int, summary: dict[str, Any], row: tuple[Any, ...] | None) -> None:
         """Add an episode that ended with this trial, with its row if only episodes are recorded."""
         if self.hold:
-            self._ended.append((last, summary, row))
+            self._recent.append((last, summary, row))
         else:
             self._write(last, summary, row)
 
     def release(self) -> None:
         """Write the episodes that ended in the round before the one that has just ended."""
-        if self._ended or self._waiting:
-            waiting, self._waiting, self._ended = self._waiting, self._ended, []
+        if self._recent or self._waiting:
+            waiting, self._waiting, self._recent = self._waiting, self._recent, []
             for episode in waiting:
                 self._write(*episode)
 
     def close(self) -> None:
         """Write everything and close the recorder."""
-        waiting, self._waiting, self._ended = sorted(self._waiting + self._ended, key=lambda one: one[0]), [], []
+        waiting, self._waiting, self._recent = sorted(self._waiting + self._recent, key=lambda one: one[0]), [], []
         for episode in waiting:
             self._write(*episode)
         self.recorder.close()
@@ -97,8 +97,8 @@ class EpisodeLog:
         self.recorder.add_episode(last, summary)
 
     def _unfinished(self) -> list[Unfinished]:
-        held = [(row, summary) for _, summary, row in self._waiting + self._ended if row is not None]
-        return held + self._in_progress()
+        recordable = [(row, summary) for _, summary, row in self._waiting + self._recent if row is not None]
+        return recordable + self._in_progress()
 
 
 class NoGoodStep(ServerError):
@@ -140,6 +140,6 @@ class StepFailures:
 
     def _grouped(self) -> str:
         most = self._reasons.most_common(_SHOWN)
-        listed = "; ".join(f"{count} × {outcome}: {reason}" for (outcome, reason), count in most)
+        reasons = "; ".join(f"{count} × {outcome}: {reason}" for (outcome, reason), count in most)
         more = len(self._reasons) - len(most)
-        return f"{listed}; and {more} other reasons" if more else listed
+        return f"{reasons}; and {more} other reasons" if more else reasons

@@ -23,16 +23,16 @@ class ServerTarget:
     """`module:Class` or `gymnasium:ID`."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """The constructor's fixed arguments."""
-    drawn: Mapping[str, Any] = field(default_factory=dict)
+    regime: Mapping[str, Any] = field(default_factory=dict)
     """The drawn arguments that the constructor takes, each with the value that the first server is built with."""
     directory: Path = Path()
     wrappers: Sequence[Mapping[str, Any]] = ()
     """Gymnasium wrappers around it, each with its `type` and its arguments."""
     max_episode_steps: int | None = None
 
-    def make(self, drawn: Mapping[str, Any] | None = None) -> GymServer:
+    def make(self, regime: Mapping[str, Any] | None = None) -> GymServer:
         """A server with these drawn arguments."""
-        server = make_server(self.path, {**self.args, **self.drawn, **(drawn or {})}, self.directory)
+        server = make_server(self.path, {**self.args, **self.regime, **(regime or {})}, self.directory)
         from loopwright.envs.live.wrappers import wrap  # requires gymnasium
 
         return wrap(server, self.wrappers, self.max_episode_steps, self.directory)
@@ -46,8 +46,8 @@ class RegimeServer:
     """
 
     def __init__(self, target: ServerTarget, more: Collection[str] = ()) -> None:
-        self._target, self._built_with = target, dict(target.drawn)
-        self._names = {*target.drawn, *more}
+        self._target, self._built_with = target, dict(target.regime)
+        self._names = {*target.regime, *more}
         self._server: GymServer | None = target.make()
         self.observation_space, self.action_space = self._server.observation_space, self._server.action_space
         self.metadata: dict[str, Any] = dict(getattr(self._server, "metadata", None) or {})
@@ -59,11 +59,11 @@ class RegimeServer:
         """Begin an episode, in a new server if the regime asks for other arguments or `discard` was called."""
         regime: Mapping[str, Any] = (options or {}).get("env_params", {})
         applied = {name: value for name, value in regime.items() if name in self._names}
-        wanted = {**self._target.drawn, **applied}
-        if self._server is None or wanted != self._built_with:
+        arguments = {**self._target.regime, **applied}
+        if self._server is None or arguments != self._built_with:
             self.discard()
-            self._server = self._target.make(wanted)
-            self._built_with, self.step = wanted, self._server.step
+            self._server = self._target.make(arguments)
+            self._built_with, self.step = arguments, self._server.step
             self._check_spaces(self._server)
         result: Any = self._server.reset(seed=seed, options=options)
         if not applied:
@@ -111,9 +111,9 @@ def unacknowledged(regime: Mapping[str, Any], info: Mapping[str, Any]) -> list[s
 
 def refusal(names: Collection[str]) -> str:
     """Why a regime with these arguments is refused, and the fix."""
-    listed = ", ".join(map(repr, names))
+    arguments = ", ".join(map(repr, names))
     return (
-        f"the environment does not apply {listed}: its constructor takes no such argument, and `reset` does not "
+        f"the environment does not apply {arguments}: its constructor takes no such argument, and `reset` does not "
         'acknowledge it. Accept it in the constructor, or apply options["env_params"] in `reset` and return it in '
         'info["env_params"].'
     )
