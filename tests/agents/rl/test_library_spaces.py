@@ -30,7 +30,7 @@ IMAGE = spaces.Box(0, 255, (84, 84, 3), np.uint8)
         (spaces.Tuple((IMAGE, spaces.Box(0, 1, (3, 3)))), 84 * 84 * 3 + 9, {"part_0": (84, 84, 3), "part_1": (9,)}),
         (spaces.Box(0, 1, (), np.float32), 1, 1),
         (spaces.Box(0, 9, (2,), np.int64), None, 2),
-        (IMAGE, None, None),
+        (IMAGE, None, (84, 84, 3)),
         (spaces.Box(0, 255, (50, 50, 3), np.uint8), None, 7500),
     ],
 )
@@ -40,9 +40,16 @@ def test_unsupported_observations_are_flattened_or_given_in_parts(space, sb3, rl
         if isinstance(shape, dict):
             assert {name: part.shape for name, part in codec.gym_space.items()} == shape
         else:
-            assert (codec and codec.gym_space.shape) == (shape and (shape,))
+            assert (codec and codec.gym_space.shape) == ((shape,) if isinstance(shape, int) else shape)
         if codec is not None:
             assert codec.encode(space.sample()) in codec.gym_space
+
+
+def test_the_bytes_of_an_image_are_scaled_for_rllib():
+    image = np.full((84, 84, 3), 51, np.uint8)
+    assert flatten_codec(IMAGE, "rllib").encode(image).max() == pytest.approx(0.2)
+    floats = spaces.Box(0, 1, (84, 84, 3), np.float32)
+    assert flatten_codec(floats, "rllib").encode(floats.high).max() == 1.0
 
 
 def test_an_observation_that_cannot_be_flattened_is_an_error():

@@ -57,17 +57,26 @@ def is_large_image(space: "spaces.Space[Any]") -> bool:
     return is_image(space) and sorted(space.shape or ())[1] >= MIN_IMAGE_PIXELS
 
 
-class PartsCodec:
-    """Observations of a Dict or Tuple space as named parts, for a network with an encoder per part (RLlib).
+class ImageCodec:
+    """Images as RLlib's convolutions take them: floats, bytes scaled to 0..1."""
 
-    A part that the library has an encoder for stays as it is; any other is flattened on its own.
-    """
+    def __init__(self, space: spaces.Box) -> None:
+        self._divisor = np.float32(255 if space.dtype == np.uint8 else 1)
+        self.gym_space = spaces.Box(-np.inf, np.inf, space.shape, np.float32)
+
+    def encode(self, observation: Any) -> Any:
+        """The image in float32."""
+        return np.asarray(observation, np.float32) / self._divisor
+
+
+class PartsCodec:
+    """Observations of a Dict or Tuple space as named parts, for a network with an encoder per part (RLlib)."""
 
     def __init__(self, space: "spaces.Space[Any]") -> None:
         self._space = space
         # Numbered, since PyTorch does not accept every name for a module.
         parts = {f"part_{n}": part for n, (part, _) in enumerate(_leaves(space, None))}
-        self._codecs = {name: None if _rllib_observes(part) else FlattenCodec(part) for name, part in parts.items()}
+        self._codecs = {name: _rllib_codec(part) for name, part in parts.items()}
         self.gym_space = spaces.Dict(
             {name: part if (codec := self._codecs[name]) is None else codec.gym_space for name, part in parts.items()}
         )
@@ -95,15 +104,13 @@ def _leaves(space: "spaces.Space[Any]", value: Any) -> Iterator[tuple["spaces.Sp
         yield from _leaves(part, None if value is None else value[key])
 
 
-def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | PartsCodec | None:
+def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | ImageCodec | PartsCodec | None:
     """The codec that changes observations for a library, or None if the library accepts them as they are."""
     if reason := space_problem(space, "the observation space"):
         raise LoopwrightError(reason)
     if library == "rllib":
-        if isinstance(space, spaces.Dict | spaces.Tuple):
-            return PartsCodec(space)
-        accepted = _rllib_observes(space)
-    elif isinstance(space, spaces.Dict):  # named parts, but no nested ones; it sends every image through convolutions
+        return PartsCodec(space) if isinstance(space, spaces.Dict | spaces.Tuple) else _rllib_codec(space)
+    if isinstance(space, spaces.Dict):  # named parts, but no nested ones; it sends every image through convolutions
         parts = space.spaces.values()
         accepted = all(_sb3_observes(part) and is_image(part) == is_large_image(part) for part in parts)
     else:
@@ -111,13 +118,14 @@ def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | Pa
     return None if accepted else FlattenCodec(space)
 
 
-def _rllib_observes(space: "spaces.Space[Any]") -> bool:
-    """Whether RLlib has an encoder for a space: for a vector of floats, and for images (height, width, channels)."""
-    if not isinstance(space, spaces.Box):
-        return False
-    if len(space.shape) == 3:
-        return space.shape[0] == space.shape[1] and space.shape[0] in _RLLIB_IMAGE_PIXELS
-    return len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
+def _rllib_codec(space: "spaces.Space[Any]") -> FlattenCodec | ImageCodec | None:
+    """The codec of a space without parts. RLlib has encoders for vectors of floats and for images, channels last."""
+    if isinstance(space, spaces.Box):
+        if len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating):
+            return None
+        if len(space.shape) == 3 and space.shape[0] == space.shape[1] and space.shape[0] in _RLLIB_IMAGE_PIXELS:
+            return ImageCodec(space)
+    return FlattenCodec(space)
 
 
 def _sb3_observes(space: "spaces.Space[Any]") -> bool:

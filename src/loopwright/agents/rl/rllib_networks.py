@@ -14,8 +14,8 @@ from ray.rllib.core.models.torch.encoder import TorchMultiStreamEncoder
 class PartsEncoder(TorchMultiStreamEncoder):
     """RLlib's encoder of several streams, which here are the parts of the observation."""
 
-    def _forward(self, inputs: dict[str, Any], **kwargs: Any) -> Any:
-        return super()._forward(inputs[Columns.OBS], **kwargs)
+    def _forward(self, inputs: dict[str, Any], **kwargs: Any) -> Any:  # type: ignore[override]
+        return super()._forward(inputs[Columns.OBS], **kwargs)  # type: ignore[no-untyped-call]
 
 
 class PartsEncoderConfig(MultiStreamEncoderConfig):
