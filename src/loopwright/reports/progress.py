@@ -53,13 +53,14 @@ class RunProgress(Observer):
         """The fresh measurements of each finalist."""
         for trial in book.ledger.trials(where="phase = 'confirm'") if self.done else ():
             self._confirm(trial)
-        self.done_before, self.started = self.done, time.monotonic()
+        # The first step of a live run also waits for the library and the server, so it says nothing about the speed.
+        self.done_before, self.started = self.done + self.is_live, time.monotonic()
 
     def after(self, trial: Trial) -> None:
         if trial.outcome is not Outcome.ABORTED:
             self.cached += trial.cached_from is not None
-            if self.is_live and self.done == self.done_before:  # the first step waited for library and server
-                self.done_before, self.started = self.done + 1, time.monotonic()
+            if self.done < self.done_before:
+                self.started = time.monotonic()
             self._count(trial)
         self.show(trial)
 
@@ -103,7 +104,7 @@ class RunProgress(Observer):
         if self.training is not None:
             return self.training.seconds_left
         new = self.done - self.done_before
-        if not self.total or not new:
+        if not self.total or new < 1:
             return None
         return (time.monotonic() - self.started) / new * max(0, self.total - self.done)
 

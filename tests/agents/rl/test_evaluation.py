@@ -57,7 +57,7 @@ def test_several_seeds_are_one_run_with_an_aggregate(tmp_path):
 
 
 def test_several_seeds_resume_where_they_stopped(tmp_path):
-    text = live_scenario(SEEDS.replace("200", "2000"))
+    text = live_scenario(SEEDS.replace("200", "2000").replace("every = 100", "every = 1000"))
     assert train_and_interrupt(tmp_path, text, 2300) == 130
     assert state(tmp_path, "seeds") == [4]
     assert resume(tmp_path) == 0
