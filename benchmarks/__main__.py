@@ -25,6 +25,7 @@ NAMES = (
     "tcp",
     "pools",
     "rollouts",
+    "export",
     "sandbox",
     "engines",
     "gateway",

@@ -401,7 +401,7 @@ def test_l14_loops_judgers_and_parts_of_judgers_have_their_own_workers_on_ray(tm
     episodes = by_source(tmp_path / "out")
     assert {name: len(each) for name, each in episodes.items()} == {"sums": 12, "talks": 12}
     assert {r.episode.turns for r in episodes["talks"]} == {2}
-    pids = {int(r.episode.reward.parts["pid"]) for r in episodes["talks"]}
+    pids = {int(r.episode.reward.parts["process"]) for r in episodes["talks"]}
     assert len(pids) == 1
     assert int(process.stdout.split()[-1]) not in pids
     assert all("length" in r.episode.reward.parts for r in episodes["talks"])

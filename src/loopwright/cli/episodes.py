@@ -7,11 +7,11 @@ import orjson
 import typer
 
 from loopwright.cli.episode_view import show
-from loopwright.cli.options import OutputArgument, RunOption
-from loopwright.cli.rollout_run import reading
+from loopwright.cli.options import GroupOption, OutputArgument, RunOption, TaskOption
+from loopwright.cli.rollout_run import check_selection, reading
 from loopwright.core.errors import LedgerError
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.rollouts import ALL, Selection, rollouts
 
 _LATEST = 3
 _FAULTS = 20
@@ -24,15 +24,24 @@ def command(
     worst: Annotated[int | None, typer.Option("--worst", min=1, help="This many with the lowest rewards.")] = None,
     best: Annotated[int | None, typer.Option("--best", min=1, help="This many with the highest rewards.")] = None,
     trial: Annotated[int | None, typer.Option("--trial", min=1, help="The rollout with this number.")] = None,
+    group: GroupOption = None,
+    task: TaskOption = None,
     faults: Annotated[bool, typer.Option("--faults", help="Rollouts that failed, the latest first.")] = False,
     tokens: Annotated[bool, typer.Option("--tokens", help="Colour each sampled token by its probability.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON object per episode, with all tokens.")] = False,
 ) -> None:
-    """Show rollouts: the task, the outcome and the conversation. By default, the latest three."""
+    """Show rollouts: the task, the outcome and the conversation. By default, the latest three.
+
+    --group and --task show all rollouts of a group or a task, or choose among them with --worst, --best or --faults.
+    """
     if sum((worst is not None, best is not None, trial is not None, faults)) > 1:
         raise typer.BadParameter("choose one of --worst, --best, --trial and --faults.")
+    which = Selection(group, task)
+    if trial is not None and which != ALL:
+        raise typer.BadParameter("--trial names one rollout; remove --group and --task.")
     with reading(output, run) as (ledger, about):
-        numbers, more = _select(ledger, worst, best, trial, faults=faults, every=json)
+        check_selection(ledger, which)
+        numbers, more = _select(ledger, worst, best, trial, which, faults=faults, every=json)
         if json:
             for rollout in rollouts(ledger, numbers):
                 sys.stdout.buffer.write(orjson.dumps(rollout.as_json(), option=orjson.OPT_APPEND_NEWLINE))
@@ -43,10 +52,17 @@ def command(
 
 
 def _select(
-    ledger: Ledger, worst: int | None, best: int | None, trial: int | None, *, faults: bool, every: bool
+    ledger: Ledger,
+    worst: int | None,
+    best: int | None,
+    trial: int | None,
+    which: Selection = ALL,
+    *,
+    faults: bool,
+    every: bool,
 ) -> tuple[list[int], int]:
     """The numbers of the trials to show, from the table of trials alone, and how many more there are."""
-    rows, more = ledger.transaction.rows, 0
+    rows, more, (condition, values) = ledger.transaction.rows, 0, which.condition
     if trial is not None:
         stored = ledger.trial(trial)
         if stored is None:
@@ -56,18 +72,22 @@ def _select(
             raise LedgerError(f"{ledger.path}: trial {trial} has no episode yet ({state}). Look again when it ends.")
         return [trial], 0
     if faults:
-        failed = "FROM trials WHERE fault IS NOT NULL AND outcome <> 'aborted'"
+        failed = f"FROM trials WHERE fault IS NOT NULL AND outcome <> 'aborted'{condition}"
         limit = -1 if every else _FAULTS
-        numbers = [number for (number,) in rows(f"SELECT number {failed} ORDER BY number DESC LIMIT ?", (limit,))]
+        query = f"SELECT number {failed} ORDER BY number DESC LIMIT ?"
+        numbers = [number for (number,) in rows(query, (*values, limit))]
         empty = "no rollout failed"
-        more = rows(f"SELECT count(*) {failed}")[0][0] - len(numbers)
+        more = rows(f"SELECT count(*) {failed}", values)[0][0] - len(numbers)
     elif worst is not None or best is not None:
         order = "reward" if best is None else "reward DESC"
-        query = f"SELECT number FROM trials WHERE reward IS NOT NULL ORDER BY {order}, number LIMIT ?"
-        numbers, empty = [number for (number,) in rows(query, (worst or best,))], "no rollout has a reward yet"
+        query = f"SELECT number FROM trials WHERE reward IS NOT NULL{condition} ORDER BY {order}, number LIMIT ?"
+        numbers = [number for (number,) in rows(query, (*values, worst or best))]
+        empty = "no rollout has a reward yet"
     else:
-        query = "SELECT number FROM trials WHERE ifnull(outcome, 'aborted') <> 'aborted' ORDER BY number DESC LIMIT ?"
-        numbers, empty = [number for (number,) in rows(query, (_LATEST,))][::-1], "no rollout has ended yet"
+        ended = f"FROM trials WHERE ifnull(outcome, 'aborted') <> 'aborted'{condition}"
+        limit = _LATEST if which == ALL else -1
+        query = f"SELECT number {ended} ORDER BY number DESC LIMIT ?"
+        numbers, empty = [number for (number,) in rows(query, (*values, limit))][::-1], "no rollout has ended yet"
     if not numbers:
         typer.echo(empty, err=True)
     return numbers, more

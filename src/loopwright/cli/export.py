@@ -1,5 +1,7 @@
 """`loopwright export`: a run's trials, episodes, training rows or steps as files for other tools."""
 
+import signal
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -7,9 +9,11 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import OutputArgument
-from loopwright.core.errors import LedgerError
+from loopwright.cli.options import GroupOption, OutputArgument, TaskOption
+from loopwright.cli.rollout_run import check_selection
+from loopwright.core.errors import LedgerError, did_you_mean
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import ALL, Selection
 from loopwright.reports.export import write_csv, write_parquet
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.rollout import export as rollouts
@@ -29,7 +33,7 @@ class Format(StrEnum):
     GGUF = "gguf"
 
 
-_ROWS: dict[Format, Callable[[Ledger, Path], Path]] = {
+_ROWS: dict[Format, Callable[[Ledger, Path, Selection], Path]] = {
     Format.PARQUET: rollouts.write_parquet_rows,
     Format.JSONL: rollouts.write_rows,
     Format.VERL: rollouts.write_verl,
@@ -53,6 +57,9 @@ def command(
     steps: Annotated[
         bool, typer.Option("--steps", help="For training runs, the numbers of each step; as csv, parquet or jsonl.")
     ] = False,
+    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Which run; by default all.")] = None,
+    group: GroupOption = None,
+    task: TaskOption = None,
 ) -> None:
     """Export each run beside its ledger.
 
@@ -60,6 +67,7 @@ def command(
     jsonl: episodes.jsonl; with --rows rows.parquet or rows.jsonl, one row per branch; verl: verl.jsonl, the same with
     the names of verl's AgentLoopOutput.
     gguf: policy/policy.gguf, what a training run has trained, for llama.cpp.
+    --group and --task choose among the episodes or rows of rollouts.
     With --steps, for training runs: steps.csv, steps.parquet or steps.jsonl, one row per step and per evaluation.
     """
     if format in (Format.OPTUNA, Format.GGUF) and (steps or rows):
@@ -68,19 +76,33 @@ def command(
         raise typer.BadParameter("--steps are exported as csv, parquet or jsonl, and without --rows.")
     if rows and format is Format.CSV:
         raise typer.BadParameter("rows of tokens do not fit into CSV; add --format parquet, jsonl or verl.")
+    which = Selection(group, task)
+    if which != ALL and (steps or not (rows or format in (Format.JSONL, Format.VERL))):
+        raise typer.BadParameter(
+            "--group and --task choose episodes or rows; add --format jsonl, --format verl or --rows."
+        )
     ledgers = sorted(output.glob("*/ledger.db"))
     if not ledgers:
         raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
+    if run is not None:
+        names = [path.parent.name for path in ledgers]
+        if run not in names:
+            raise LedgerError(f"{output} has no run {run!r}. {did_you_mean(run, names)}")
+        ledgers = [path for path in ledgers if path.parent.name == run]
+    # So that nothing half written stays behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     files: list[Path] = []
     for path in ledgers:
         with Ledger.read(path) as ledger:
             has_rollouts = kind_of(ledger.state("run", {})) in ("rollout", "training")
+            if has_rollouts and len(ledgers) == 1:
+                check_selection(ledger, which)
             if steps:
                 new = [_STEPS[format](ledger, path.parent)] if steps_export.has_steps(ledger) else []
             elif rows or format is Format.VERL:
-                new = [_ROWS[format](ledger, path.parent)] if has_rollouts else []
+                new = [_ROWS[format](ledger, path.parent, which)] if has_rollouts else []
             elif format is Format.JSONL:
-                new = [rollouts.write_episodes(ledger, path.parent)] if has_rollouts else []
+                new = [rollouts.write_episodes(ledger, path.parent, which)] if has_rollouts else []
             elif format is Format.OPTUNA:
                 is_search = kind_of(ledger.state("run", {})) == "search"
                 new = [write_optuna(ledger, path.parent / "optuna.db")] if is_search else []

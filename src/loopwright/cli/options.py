@@ -14,6 +14,9 @@ RunOption = Annotated[
     str | None, typer.Option("--run", metavar="NAME", help="Which run, if several of them have rollouts.")
 ]
 
+GroupOption = Annotated[int | None, typer.Option("--group", min=1, help="Only the rollouts of this group.")]
+TaskOption = Annotated[str | None, typer.Option("--task", metavar="ID", help="Only the rollouts of this task.")]
+
 
 def assignment(text: str, option: str) -> tuple[str, Any]:
     """NAME=VALUE of an option; the value is JSON or text."""

@@ -7,7 +7,11 @@ from typing import Any
 
 from loopwright.core.errors import LedgerError, did_you_mean
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import ALL, Selection
 from loopwright.reports.kinds import kind_of
+
+_TASKS = 10_000
+"""Among how many tasks a similar name is looked for."""
 
 
 def rollout_ledger(output: Path, run: str | None) -> Path:
@@ -37,3 +41,15 @@ def reading(output: Path, run: str | None) -> Iterator[tuple[Ledger, dict[str, A
     """The run's ledger, and what it records about its rollouts."""
     with Ledger.read(rollout_ledger(output, run)) as ledger:
         yield ledger, ledger.state("run")["rollout"]
+
+
+def check_selection(ledger: Ledger, which: Selection) -> None:
+    """A LedgerError if the group or the task does not exist, with what does."""
+    condition, values = which.condition
+    if which == ALL or ledger.transaction.rows(f"SELECT 1 FROM trials WHERE 1{condition} LIMIT 1", values):
+        return
+    if which.task is None:
+        raise LedgerError(f"{ledger.path}: {which} does not exist; the last group is {ledger.last()[1]}.")
+    tasks = [task for (task,) in ledger.transaction.rows("SELECT DISTINCT json_extract(action, '$.task') FROM trials")]
+    hint = did_you_mean(which.task, tasks[:_TASKS]) if which.task not in tasks else "The task is in other groups."
+    raise LedgerError(f"{ledger.path}: there is no rollout of {which}. {hint}")

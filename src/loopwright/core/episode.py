@@ -8,6 +8,7 @@ token is exported once.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import orjson
@@ -378,4 +379,4 @@ class Episode:
 
 
 def _joined(parts: Iterable[Iterable[T]]) -> tuple[T, ...]:
-    return tuple(item for part in parts for item in part)
+    return tuple(chain.from_iterable(parts))

@@ -71,17 +71,39 @@ def has_rollouts(ledger: Ledger) -> bool:
     return isinstance(about, dict) and isinstance(about.get("rollout"), dict)
 
 
-def rollouts(ledger: Ledger, numbers: Sequence[int] | None = None) -> Iterator[Rollout]:
-    """All finished rollouts by number, or those with these numbers; a few at a time are in memory."""
+@dataclass(frozen=True)
+class Selection:
+    """Which trials are meant: those of a group, of a task, or of both; all without either."""
+
+    group: int | None = None
+    task: str | None = None
+
+    @property
+    def condition(self) -> tuple[str, tuple[Any, ...]]:
+        """In a query of trials: a condition that begins with AND, and its values."""
+        by_group = (" AND grp = ?", (self.group,)) if self.group is not None else ("", ())
+        by_task = (" AND json_extract(action, '$.task') = ?", (self.task,)) if self.task is not None else ("", ())
+        return by_group[0] + by_task[0], (*by_group[1], *by_task[1])
+
+    def __str__(self) -> str:
+        parts = [f"group {self.group}"] if self.group is not None else []
+        return " and ".join([*parts, *([f"task {self.task!r}"] if self.task is not None else [])])
+
+
+ALL = Selection()
+
+
+def rollouts(ledger: Ledger, numbers: Sequence[int] | None = None, which: Selection = ALL) -> Iterator[Rollout]:
+    """All finished rollouts by number, or those that are meant; a few at a time are in memory."""
     if numbers is not None:
         yield from (stored for number in numbers if (stored := rollout(ledger, number)) is not None)
         return
-    after = 0
+    after, (condition, values) = 0, which.condition
     query = (
         f"SELECT trial, data, outcome, {EVALUATED} FROM payloads JOIN trials ON number = trial "
-        f"WHERE kind = '{KIND}' AND trial > ? ORDER BY trial LIMIT {_PAGE}"
+        f"WHERE kind = '{KIND}' AND trial > ?{condition} ORDER BY trial LIMIT {_PAGE}"
     )
-    while rows := ledger.transaction.rows(query, (after,)):
+    while rows := ledger.transaction.rows(query, (after, *values)):
         yield from (Rollout.of(*row) for row in rows)
         after = rows[-1][0]
 

@@ -1,6 +1,7 @@
 """Exports: a ledger as CSV and Parquet files, and the best configuration as a runnable scenario."""
 
 import csv
+import glob
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,10 +46,8 @@ def write_parquet(ledger: Ledger, path: Path) -> Path:
     rows = [flat_row(trial) for trial in ledger.trials()]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: _uniform([row.get(name) for row in rows]) for name in names}
-    with storage(path):
-        temporary = path.with_name(f".{path.name}.part")
+    with replacement(path) as temporary:
         pq.write_table(pa.table(columns), temporary)
-        temporary.replace(path)
     return path
 
 
@@ -162,11 +161,24 @@ def _fixed_value(name: str, spec: Any, assigned: Mapping[str, Any]) -> Any:
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
     """Write a file completely or not at all."""
+    with replacement(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """A file beside this one, to write to: it takes its place at the end, or is deleted after an exception.
+
+    What processes that were killed left behind is deleted, too.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with storage(path):
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+            owner = leftover.name.removesuffix(".part").rpartition(".")[2]
+            if not (owner.isdigit() and Path("/proc", owner).exists()):
+                leftover.unlink(missing_ok=True)
         try:
-            with temporary.open("w", encoding="utf-8", newline="") as file:
-                yield file
+            yield temporary
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -55,8 +55,15 @@ class RunProgress(Observer):
             self._confirm(trial)
         # The first step of a live run also waits for the library and the server, so it says nothing about the speed.
         self.done_before, self.started = self.done + self.is_live, time.monotonic()
+        self._running: set[int] = set()
+
+    def before(self, trial: Trial) -> None:
+        if not self._running and self.done == self.done_before:
+            self.started = time.monotonic()  # what came before, such as loading a model, is not repeated
+        self._running.add(trial.number)
 
     def after(self, trial: Trial) -> None:
+        self._running.discard(trial.number)
         if trial.outcome is not Outcome.ABORTED:
             self.cached += trial.cached_from is not None
             if self.done < self.done_before:
@@ -100,13 +107,13 @@ class RunProgress(Observer):
 
     @property
     def seconds_left(self) -> float | None:
-        """The time left at the speed so far."""
+        """The time left at the speed so far, where trials that are running count as half done."""
         if self.training is not None:
             return self.training.seconds_left
-        new = self.done - self.done_before
+        new, half = self.done - self.done_before, len(self._running) / 2
         if not self.total or new < 1:
             return None
-        return (time.monotonic() - self.started) / new * max(0, self.total - self.done)
+        return (time.monotonic() - self.started) / (new + half) * max(0.0, self.total - self.done - half)
 
     def line(self) -> str:
         """The state of the run in one line."""

@@ -39,11 +39,15 @@ class RewardTally:
     turns: float = 0.0
     ended: int = 0
     """How many ended, with or without a reward."""
+    worst: tuple[float, int] | None = None
+    """The lowest reward and the first trial that got it."""
     parts: dict[str, float] = field(default_factory=dict)
 
-    def add(self, reward: float, parts: Mapping[str, float], tokens: float, turns: float) -> None:
+    def add(self, trial: int, reward: float, parts: Mapping[str, float], tokens: float, turns: float) -> None:
         """Count one more rollout that has a reward."""
         self.count += 1
+        if self.worst is None or reward < self.worst[0]:
+            self.worst = reward, trial
         self.total += reward
         self.squares += reward * reward
         self.tokens += tokens
@@ -126,7 +130,7 @@ class RolloutStatistics:
         numbers = orjson.loads(metrics) if metrics else {}
         tokens, turns = float(numbers.get("tokens", 0.0)), float(numbers.get("turns", 0.0))
         for tally in kinds:
-            tally.add(reward, parts, tokens, turns)
+            tally.add(trial, reward, parts, tokens, turns)
         self.rewards.append(reward)
         self.tokens.append(tokens)
         self.turns.append(turns)
@@ -168,6 +172,12 @@ class RolloutStatistics:
         scored.sort(key=lambda item: (item[1].mean or 0.0, item[0]))
         count = min(8, len(scored) // 2)
         return [("Hardest tasks", scored[:count]), ("Easiest tasks", scored[::-1][:count])]
+
+    @property
+    def hardest_trials(self) -> list[int]:
+        """The worst rollout of each of the hardest tasks."""
+        hardest = self.extreme_tasks[0][1] if self.extreme_tasks else []
+        return [tally.worst[1] for _, tally in hardest if tally.worst is not None]
 
     def _add_phases(self, usage: Mapping[str, float]) -> None:
         loop = usage.get("loop_s")
@@ -405,8 +415,9 @@ def rollout_result(digest: RolloutDigest) -> tuple[dict[str, Any], list[str]]:
     line += f", {number(digest.unscored)} without a reward" if digest.unscored else ", 0 lost"
     lines = [line]
     for failure in digest.failures()[:3]:
-        reason = f": {failure.reasons[0][0]}" if failure.reasons[0][0] else ""
-        lines.append(f"{number(failure.count)} × {failure.outcome} (fault: {failure.fault}){reason}")
+        reasons = failure.describe_reasons()
+        ending = f": {reasons}" if reasons else ""
+        lines.append(f"{number(failure.count)} × {failure.outcome} (fault: {failure.fault}){ending}")
     lines += [*digest.groups.notes(digest.rollout), *digest.skipped_notes()]
     event = {
         "counts": dict(digest.counts),

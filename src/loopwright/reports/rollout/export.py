@@ -7,34 +7,32 @@ from typing import Any
 
 import orjson
 
-from loopwright.core.errors import MissingExtra, storage
+from loopwright.core.errors import MissingExtra
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.rollouts import Rollout, rollouts
-from loopwright.reports.export import replacing
+from loopwright.ledger.rollouts import ALL, Rollout, Selection, rollouts
+from loopwright.reports.export import replacement
 
 _BATCH = 256
 
 
-def write_episodes(ledger: Ledger, directory: Path) -> Path:
+def write_episodes(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`episodes.jsonl`: a whole episode per line, with the number of its trial."""
-    return _write_lines(directory / "episodes.jsonl", (rollout.as_json() for rollout in rollouts(ledger)))
+    return _write_lines(directory / "episodes.jsonl", (rollout.as_json() for rollout in rollouts(ledger, which=which)))
 
 
-def write_rows(ledger: Ledger, directory: Path) -> Path:
+def write_rows(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`rows.jsonl`: a row per branch, to train on."""
-    return _write_lines(
-        directory / "rows.jsonl", (row for rollout in _training_rollouts(ledger) for row in rows_of(rollout))
-    )
+    every = (row for rollout in _training_rollouts(ledger, which) for row in rows_of(rollout))
+    return _write_lines(directory / "rows.jsonl", every)
 
 
-def write_verl(ledger: Ledger, directory: Path) -> Path:
+def write_verl(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`verl.jsonl`: the same rows under the names of verl's AgentLoopOutput."""
-    return _write_lines(
-        directory / "verl.jsonl", (row for rollout in _training_rollouts(ledger) for row in verl_of(rollout))
-    )
+    every = (row for rollout in _training_rollouts(ledger, which) for row in verl_of(rollout))
+    return _write_lines(directory / "verl.jsonl", every)
 
 
-def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
+def write_parquet_rows(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`rows.parquet`: the rows of `rows.jsonl`, typed."""
     try:
         import pyarrow as pa
@@ -55,23 +53,17 @@ def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
     }
     schema = pa.schema(fields)
     path = directory / "rows.parquet"
-    part = path.with_name(f".{path.name}.part")
-    every = (row for rollout in _training_rollouts(ledger) for row in rows_of(rollout))
-    with storage(path):
-        try:
-            with pq.ParquetWriter(part, schema, compression="zstd") as writer:
-                while batch := list(islice(every, _BATCH)):
-                    records = [{**row, "parts": list(row["parts"].items())} for row in batch]
-                    writer.write_table(pa.Table.from_pylist(records, schema=schema))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+    every = (row for rollout in _training_rollouts(ledger, which) for row in rows_of(rollout))
+    with replacement(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+        while batch := list(islice(every, _BATCH)):
+            records = [{**row, "parts": list(row["parts"].items())} for row in batch]
+            writer.write_table(pa.Table.from_pylist(records, schema=schema))
     return path
 
 
-def _training_rollouts(ledger: Ledger) -> Iterator[Rollout]:
+def _training_rollouts(ledger: Ledger, which: Selection) -> Iterator[Rollout]:
     """All except those of evaluations, which must never be trained on."""
-    return (rollout for rollout in rollouts(ledger) if rollout.evaluated is None)
+    return (rollout for rollout in rollouts(ledger, which=which) if rollout.evaluated is None)
 
 
 def rows_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
@@ -111,7 +103,7 @@ def _origin(rollout: Rollout) -> dict[str, Any]:
 
 
 def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Path:
-    with replacing(path) as file:
+    with replacement(path) as part, part.open("wb") as file:
         for line in lines:
-            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE).decode())
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     return path

@@ -7,7 +7,7 @@ from typing import Any
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import duration, number, short
 from loopwright.reports.rollout.digest import WINDOW, RolloutDigest
-from loopwright.reports.rollout.samples import samples
+from loopwright.reports.rollout.samples import samples, task_samples
 from loopwright.reports.rollout.tokens import LEVELS, tokenizer_of
 from loopwright.reports.search.charts import COLOURED, floor_of, ticks
 
@@ -48,9 +48,12 @@ def headline(digest: RolloutDigest) -> str:
 def view(digest: RolloutDigest, chart: dict[str, Any]) -> dict[str, Any]:
     """The values of `templates/rollout.html`."""
     with Ledger.read(digest.folder / "ledger.db") as ledger:
-        episodes = samples(ledger, tokenizer_of(digest.part("engine"), digest.folder))
+        tokenizer = tokenizer_of(digest.part("engine"), digest.folder)
+        episodes = samples(ledger, tokenizer)
+        task_episodes = task_samples(ledger, tokenizer, digest.rollouts.hardest_trials)
     return {
         **tables(),
+        "task_episodes": task_episodes,
         "answer_rows": _answer_rows(digest) if digest.rollouts.total.count else [],
         "summary": _summary(digest),
         "marks": _marks(digest, chart),

@@ -1,6 +1,6 @@
 """Episodes to read: a few rollouts as conversations, sampled tokens shaded by their probability."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,7 +11,7 @@ from loopwright.ledger.rollouts import Rollout, rollouts
 from loopwright.reports.formatting import counted, exact, number, short
 from loopwright.reports.rollout.tokens import TokenText, token_texts
 
-_TOKENS = 4000
+_TOKENS, _TASK_TOKENS = 4000, 1000
 _CHARS = 4000
 
 
@@ -34,6 +34,8 @@ class EpisodeSample:
     facts: tuple[str, ...]
     messages: tuple[SampleMessage, ...]
     css: str = ""
+    anchor: str = ""
+    """What a link to it names; it is folded until then."""
 
 
 def samples(ledger: Ledger, tokenizer: Tokenizer | None) -> list[EpisodeSample]:
@@ -53,8 +55,24 @@ def samples(ledger: Ledger, tokenizer: Tokenizer | None) -> list[EpisodeSample]:
     return [sample(title, by_number[trial], tokenizer) for title, trial in numbers.items() if trial in by_number]
 
 
+def task_samples(ledger: Ledger, tokenizer: Tokenizer | None, trials: Sequence[int]) -> dict[int, EpisodeSample]:
+    """These rollouts to read, each by the number of its trial, with an anchor for links."""
+    title, run = "worst of its task", ledger.path.parent.name
+    return {
+        rollout.number: sample(title, rollout, tokenizer, most=_TASK_TOKENS, anchor=f"{run}-trial-{rollout.number}")
+        for rollout in rollouts(ledger, trials)
+    }
+
+
 def sample(
-    title: str, rollout: Rollout, tokenizer: Tokenizer | None, *, note: str = "", css: str = "", most: int = _TOKENS
+    title: str,
+    rollout: Rollout,
+    tokenizer: Tokenizer | None,
+    *,
+    note: str = "",
+    css: str = "",
+    most: int = _TOKENS,
+    anchor: str = "",
 ) -> EpisodeSample:
     """A rollout to read, with at most `most` of its sampled tokens."""
     episode = rollout.episode
@@ -71,6 +89,7 @@ def sample(
         facts=tuple(facts),
         messages=tuple(_messages(episode, tokenizer, most)),
         css=css,
+        anchor=anchor,
     )
 
 

@@ -12,7 +12,7 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime, Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.formatting import number
+from loopwright.reports.formatting import counted, number, short
 from loopwright.reports.live.evaluations import Evaluations
 from loopwright.reports.live.policy import PolicyComparison, comparison
 from loopwright.reports.objective import Objective
@@ -32,6 +32,16 @@ class FailureGroup:
     def count(self) -> int:
         """How many trials there were."""
         return sum(len(trials) for _, trials in self.reasons)
+
+    def describe_reasons(self, most: int = 4) -> str:
+        """Each reason with its count, the most common first; a single one without a count."""
+        if len(self.reasons) == 1:
+            return self.reasons[0][0]
+        parts = [
+            f"{number(len(trials))} × {short(reason or 'no reason', 160)}" for reason, trials in self.reasons[:most]
+        ]
+        left = len(self.reasons) - most
+        return "; ".join([*parts, *([f"and {counted(left, 'more reason')}"] if left > 0 else [])])
 
 
 @dataclass(frozen=True)

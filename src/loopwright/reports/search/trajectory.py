@@ -15,11 +15,12 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import Observer
 
 _FIRST = ("trial", "action", "reward", "observation", "env_params", "outcome", "noise", "phase")
+_FATE = ("group", "fault", "reason")
 _FIELDS = ("reserved_at", "finished_at")
 _DURATIONS = ("wall_s", "user_s", "system_s")
 _QUERY = (
-    "SELECT number, action, reward, reward_detail, metrics, regime, outcome, noise, phase, reserved_at, finished_at, "
-    "usage FROM trials WHERE number > ? AND {where} ORDER BY number LIMIT 2000"
+    "SELECT number, action, reward, reward_detail, metrics, regime, outcome, noise, phase, grp, fault, reason, "
+    "reserved_at, finished_at, usage FROM trials WHERE number > ? AND {where} ORDER BY number LIMIT 2000"
 )
 _METRICS = "SELECT DISTINCT each.key FROM trials, json_each(trials.metrics) AS each WHERE trials.metrics <> '{}'"
 
@@ -34,11 +35,13 @@ class Columns:
         self._parameters = tuple(name for name in parameters if name not in draws)
         self._metrics = tuple(dict.fromkeys(metrics))
         flat = (*(f"action.{name}" for name in self._parameters), *(f"metric.{name}" for name in self._metrics))
-        self.names = (*_FIRST, *_FIELDS, *_DURATIONS, *flat)
+        self._task = ("task",) if about.get("rollout") else ()
+        self.names = (*_FIRST, *_FATE, *_FIELDS, *_DURATIONS, *self._task, *flat)
 
     def more(self, action: Mapping[str, Any], metrics: Mapping[str, Any], usage: Mapping[str, Any]) -> list[Any]:
         """Durations, parameters and metrics of a trial; empty where it has none."""
         values = [usage.get(name) for name in _DURATIONS]
+        values += [action.get(name) for name in self._task]
         values += [
             _json(value) if isinstance(value := action.get(name), list | dict | bool) else value
             for name in self._parameters
@@ -102,6 +105,9 @@ class TrajectoryFile(Observer):
                 trial.outcome,
                 _json(trial.noise),
                 trial.phase,
+                trial.group,
+                trial.fault,
+                trial.reason,
                 trial.reserved_at,
                 trial.finished_at,
                 *self._columns.more(trial.action, trial.metrics, trial.usage),

@@ -269,9 +269,10 @@ def warnings(digest: TrainingDigest) -> list[str]:
         lines.append(f"The evaluation after step {number(step.step)} is unreliable: {cuts}{repeat}.")
     lines += [*_regressions(digest), *hacking_signs(digest.train)]
     for failure in grouped_failures([row for row in digest.failed_evaluations if row[2] != "policy"])[:2]:
-        reason = f": {failure.reasons[0][0]}" if failure.reasons[0][0] else ""
+        reasons = failure.describe_reasons()
         count = counted(failure.count, "rollout")
-        lines.append(f"{count} of evaluations ended {failure.outcome} (fault: {failure.fault}){reason}.")
+        ending = f": {reasons}." if reasons else "."
+        lines.append(f"{count} of evaluations ended {failure.outcome} (fault: {failure.fault}){ending}")
     return lines
 
 

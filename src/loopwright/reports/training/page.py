@@ -9,6 +9,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Step
 from loopwright.reports.formatting import duration, evenly, number
 from loopwright.reports.rollout.page import tables
+from loopwright.reports.rollout.samples import task_samples
 from loopwright.reports.rollout.tokens import tokenizer_of
 from loopwright.reports.training.before_after import before_after, trained_batches
 from loopwright.reports.training.digest import (
@@ -72,9 +73,11 @@ def view(digest: TrainingDigest, chart: dict[str, Any]) -> dict[str, Any]:
     with Ledger.read(digest.folder / "ledger.db") as ledger:
         tokenizer = tokenizer_of(digest.part("engine"), digest.folder)
         comparisons, batches = before_after(ledger, digest, tokenizer), trained_batches(ledger, digest, tokenizer)
+        task_episodes = task_samples(ledger, tokenizer, digest.rollouts.hardest_trials)
     ends = digest.ends or ()
     return {
         **tables(),
+        "task_episodes": task_episodes,
         "verdict": verdict(digest),
         "change": _change(digest.change),
         "end_titles": [f"after step {number(step.step)}" if step.step else "before training" for step in ends],
