@@ -26,6 +26,7 @@ NAMES = (
     "pools",
     "rollouts",
     "export",
+    "environments",
     "sandbox",
     "engines",
     "gateway",

@@ -1,0 +1,92 @@
+"""An environment of verifiers: our rollouts of it against verifiers' own evaluation, with the same engine.
+
+Both sample through our gateway with 64 rollouts at a time, in verifiers' interpreter, in turn. Ours has the ledger,
+the judger and the report. `python -m benchmarks.environments` is what runs there.
+"""
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Ratio
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PYTHON = _ROOT / ".venvs" / "verifiers" / "bin" / "python"
+_EXAMPLE = _ROOT / "examples" / "environments"
+_COUNT, _ROUNDS = 200, 3
+
+
+def run() -> Iterator[Ratio]:
+    """Our time over that of verifiers; the rewards must be equal."""
+    if not _PYTHON.exists():
+        print("environments: skipped, since verifiers is not installed: run `make .venvs/verifiers/.ready`")
+        return
+    command = [str(_PYTHON), "-m", "benchmarks.environments"]
+    output = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True).stdout
+    figures = json.loads(output.splitlines()[-1])
+    ours, theirs = (statistics.median(figures[name]) for name in ("ours", "theirs"))
+    detail = f"{_COUNT} rollouts with a tool: {ours:.2f} s against {theirs:.2f} s; "
+    detail += f"CPU time {statistics.median(figures['cpu']):.2f} ×; equal rewards: {figures['equal']}"
+    yield Ratio("verifiers' environment", ours / theirs if figures["equal"] else float("inf"), 1.2, detail=detail)
+
+
+def _ours(directory: Path) -> dict[int, float]:
+    import loopwright
+    from loopwright.ledger.ledger import Ledger
+    from loopwright.ledger.rollouts import rollouts
+
+    tasks = {"type": "verifiers", "env": "sums_env", "args": {"count": _COUNT}}
+    agent = {"type": "collect", "trials": _COUNT, "group_size": 1, "batch": _COUNT}
+    engine = {"type": "scripted", "script": "policy:calculator", "slip": 0.0}
+    table = {"name": "collect", "agent": agent, "rollout": {"tasks": tasks}, "engine": engine}
+    loopwright.run({"name": "ours", "run": [table]}, directory, progress=False)
+    with Ledger.read(directory / "collect" / "ledger.db") as ledger:
+        episodes = [each.episode for each in rollouts(ledger)]
+    return {each.task.extra["environment"]["index"]: each.reward.value for each in episodes if each.reward}
+
+
+async def _theirs() -> dict[int, float]:
+    from openai import AsyncOpenAI
+    from verifiers.clients import OpenAIChatCompletionsClient
+
+    from loopwright.engines import ScriptedConfig, ScriptedEngine
+    from loopwright.gateway import Gateway
+    from loopwright.rollouts.tasks.verifiers import load
+
+    environment: Any = load("sums_env", json.dumps({"count": _COUNT}))
+    engine = ScriptedEngine(ScriptedConfig(type="scripted", script="policy:calculator", slip=0.0), _EXAMPLE)
+    async with Gateway(engine) as gateway:
+        session = await gateway.open("evaluation")
+        async with AsyncOpenAI(base_url=session.openai_base_url, api_key=session.key) as sdk:
+            client = OpenAIChatCompletionsClient(sdk)
+            results = await environment.generate(environment.get_dataset(), client, "policy", max_concurrent=64)
+    return {output["example_id"]: output["reward"] for output in results["outputs"]}
+
+
+def _measure() -> dict[str, Any]:
+    sys.path.insert(0, str(_EXAMPLE))
+    figures: dict[str, Any] = {"ours": [], "theirs": [], "cpu": [], "equal": True}
+    for number in range(_ROUNDS + 1):  # the first is to warm up
+        with tempfile.TemporaryDirectory() as directory:
+            start, cpu_start = time.perf_counter(), time.process_time()
+            ours = _ours(Path(directory))
+            between, cpu_between = time.perf_counter(), time.process_time()
+            theirs = asyncio.run(_theirs())
+            end, cpu_end = time.perf_counter(), time.process_time()
+        if number:
+            figures["ours"].append(between - start)
+            figures["theirs"].append(end - between)
+            figures["cpu"].append((cpu_between - cpu_start) / (cpu_end - cpu_between))
+        figures["equal"] &= ours.keys() == theirs.keys() and all(abs(ours[key] - theirs[key]) < 1e-9 for key in ours)
+    return figures
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure()))
