@@ -3,19 +3,18 @@
 import asyncio
 import os
 import re
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from loopwright.core.canonical import key_of
 from loopwright.core.config import overridden
-from loopwright.core.errors import ClusterError, MissingExtra, Problem
+from loopwright.core.errors import MissingExtra, Problem
 from loopwright.engines.base import EngineConfig, engines
 from loopwright.execution.ray.options import RayOptions
 from loopwright.execution.ray.system import RaySystem
@@ -28,11 +27,10 @@ from loopwright.rollouts.judgers import JudgerClient, JudgeWorker
 from loopwright.rollouts.judgers.base import JudgerConfig
 from loopwright.rollouts.loops.base import LoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker
-from loopwright.rollouts.pools.actor_host import build_below
 from loopwright.rollouts.pools.base import Pool, Worker
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.named import combine_pools
-from loopwright.rollouts.pools.resources import PlacementConfig, ResourceRequest, ResourcesError
+from loopwright.rollouts.pools.resources import PlacementConfig, ResourceRequest
 from loopwright.rollouts.remote.config import RemoteConfig, server_token
 from loopwright.rollouts.remote.gateway_config import (
     EmbeddedGatewayConfig,
@@ -55,7 +53,9 @@ from loopwright.rollouts.source_settings import SourceSettings
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.workloads.base import fingerprint_of
 
-_POLL_S = 0.5
+if TYPE_CHECKING:
+    from loopwright.rollouts.build_ray import RayBuilder
+
 _NOT_FINGERPRINTED = {
     *PlacementConfig.model_fields,
     *("concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"),
@@ -145,8 +145,15 @@ def rollout_env(
             engine, config.loop.sampling, scenario_dir, in_process=engine.type == "transformers" and in_process
         ),
         evaluation=evaluation,
-        cluster=partial(_cluster, config.resource_requests(gateway, evaluation), ray),
+        cluster=_connected(config.resource_requests(gateway, evaluation), ray, scenario_dir),
     )
+
+
+def _connected(
+    requests: Sequence[ResourceRequest], ray: RayOptions, scenario_dir: Path
+) -> Callable[[], AbstractAsyncContextManager[None]]:
+    """How to connect to Ray, if a pool needs it."""
+    return partial(ray_builder("[run.rollout]", ray, scenario_dir).connected, requests) if requests else nullcontext
 
 
 def _source_runners(
@@ -226,14 +233,10 @@ class _LoopBuilder:
         """Loops that drive the policy themselves, each pool by the names of its loops."""
         if not self._config.engines.workers:
             return self._pools_of(pools, partial(LoopWorker.build, engine=self._engine))
-        if find_spec("ray") is None:
-            raise MissingExtra(f"engines with workers = {self._placement.workers}", "ray")
-        from loopwright.rollouts.engine_pool_ray import EnginePool, EngineWorker, SharedEngineLoops, build_loop_worker
-
-        options = _ray_options(self._placement.request("engines"), self._scenario_dir, self._ray)
-        engines = EnginePool(partial(EngineWorker, self._engine), self._book.name, **options)
-        workers = self._pools_of(pools, partial(build_loop_worker, client=engines.client))
-        return dict.fromkeys(workers, SharedEngineLoops(engines, combine_pools(workers)))
+        what = f"engines with workers = {self._placement.workers}"
+        builder = ray_builder(what, self._ray, self._scenario_dir)
+        engines = builder.engines(self._engine, self._book.name, self._placement)
+        return builder.loops_with(engines, partial(self._pools_of, pools))
 
     def _pools_of(
         self, pools: Mapping[str, Mapping[str, LoopConfig]], build: Callable[..., LoopWorker]
@@ -290,40 +293,18 @@ async def _check_reachable(url: str) -> None:
     check_reachable(url)
 
 
-@asynccontextmanager
-async def _cluster(requests: Sequence[ResourceRequest], ray: RayOptions) -> AsyncIterator[None]:
-    """Connect to Ray if a pool needs it, after checking that all pools fit together, before any is launched."""
-    if not requests:
-        yield
-        return
-    from loopwright.execution.ray.connection import RayConnection
-    from loopwright.rollouts.pools.ray.launch import check_resources
-
-    with RayConnection(address=ray.address, runtime_env=ray.runtime_env):
-        # Whoever sets `wait_s` expects nodes that are started on demand.
-        deadline = time.monotonic() + (ray.wait_s if "wait_s" in ray.model_fields_set else 0.0)
-        while True:
-            try:
-                check_resources(requests)
-                break
-            except ResourcesError:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(_POLL_S)
-        yield
-
-
 def cluster_problems(requests: Sequence[ResourceRequest], ray: RayOptions) -> list[Problem]:
     """Why the pools of a run could not be placed on the cluster that is named; asked by `loopwright verify`."""
-    from loopwright.execution.ray.connection import RayConnection
-    from loopwright.rollouts.pools.ray.launch import check_resources
+    return ray_builder("[run.rollout]", ray, Path()).problems(requests)
 
-    try:
-        with RayConnection(address=ray.address, runtime_env=ray.runtime_env):
-            check_resources(requests)
-    except ClusterError as error:
-        return [Problem("[run.rollout]", str(error))]
-    return []
+
+def ray_builder(what: str, options: RayOptions | None, scenario_dir: Path) -> "RayBuilder":
+    """What builds the parts that are on Ray; `what` needs it."""
+    if find_spec("ray") is None:
+        raise MissingExtra(what, "ray")
+    from loopwright.rollouts.build_ray import RayBuilder  # late, since it imports Ray
+
+    return RayBuilder(options or RaySystem(), scenario_dir)
 
 
 def build_judger_client(
@@ -353,19 +334,7 @@ def build_pool(
     """
     if config.workers == 0:
         return LocalPool(partial(build, scenario_dir=scenario_dir), name=name)
-    if find_spec("ray") is None:
-        raise MissingExtra(f"{name} with workers = {config.workers}", "ray")
-    from loopwright.rollouts.pools.ray.pool import RayPool
-
-    options = _ray_options(config.request(name), scenario_dir, ray or RaySystem())
-    there = partial(build_below, build, options["import_dir"])
-    # Calls queue in the caller, where no deadline runs, and not in the pool.
-    return RayPool(there, **options, max_concurrency=max(1000, capacity))
-
-
-def _ray_options(request: ResourceRequest, scenario_dir: Path, ray: RayOptions) -> dict[str, Any]:
-    """What pools on Ray have in common; nodes may have the scenario's directory elsewhere."""
-    return {"request": request, "import_dir": ray.directory_on_nodes(scenario_dir), "wait_s": ray.wait_s}
+    return ray_builder(f"{name} with workers = {config.workers}", ray, scenario_dir).pool(name, build, config, capacity)
 
 
 def build_gateway_host(
@@ -383,11 +352,5 @@ def build_gateway_host(
         return ExternalGatewayHost(GatewayAccess(config.url, config.token(scenario_dir), RESTART_S))
     if isinstance(config, EmbeddedGatewayConfig):
         return EmbeddedGatewayHost(config, lambda: engines.get(engine.type)(engine, scenario_dir))
-    if find_spec("ray") is None:
-        raise MissingExtra("a gateway on Ray", "ray")
-    from loopwright.rollouts.engine_pool_ray import EnginePool, EngineWorker
-    from loopwright.rollouts.remote.gateway_host_ray import RayGatewayHost
-
-    ray, request = ray or RaySystem(), (placement or PlacementConfig(workers=1)).request("engines")
-    pool = EnginePool(partial(EngineWorker, engine), name, **_ray_options(request, scenario_dir, ray))
-    return RayGatewayHost(config, pool, **_ray_options(config.request("gateway"), scenario_dir, ray))
+    builder = ray_builder("a gateway on Ray", ray, scenario_dir)
+    return builder.gateway_host(config, builder.engines(engine, name, placement or PlacementConfig(workers=1)))
