@@ -242,6 +242,7 @@ def _predict(module: RLModule, observation: Any) -> Any:
 
 def load_policy(_: str, directory: Path) -> Callable[[Any], Any]:
     """The saved policy as a function from observation to action."""
+    logging.getLogger("ray._common.deprecation").setLevel(logging.ERROR)  # it warns of its own calls
     path = directory / _CHECKPOINT / "learner_group" / "learner" / "rl_module" / "default_policy"
     module = RLModule.from_checkpoint(str(path.absolute()))
     return lambda observation: _predict(module, observation)
