@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 import ray
 from ray._private import ray_constants, services
 
-from loopwright.core.errors import ClusterError
+from loopwright.core.errors import ClusterError, Problem
+from loopwright.execution.ray.options import RayOptions
 
 _CONNECT_S = 5.0
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -167,6 +168,17 @@ def find_shortage(request: Mapping[str, float]) -> str:
         f"no node of the Ray cluster is large enough: a trial takes {dict(request)}, the most that a node has is "
         f"{largest}. Change [system] or [run.workload] gpus, or raise wait_s if nodes are started on demand."
     )
+
+
+def find_problem(options: RayOptions, request: Mapping[str, float]) -> Problem | None:
+    """Why trials that take this much could not run on the cluster that the options name."""
+    try:
+        check_address(options.named_address)
+        with RayConnection(address=options.address, runtime_env=options.runtime_env):
+            shortage = find_shortage(request)
+    except ClusterError as error:
+        return Problem("[system] address", str(error))
+    return Problem("[system]", shortage) if shortage else None
 
 
 def _listens_on_loopback_only(address: str) -> bool:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopwright.core.errors import ClusterError, MissingExtra, Problem
+from loopwright.core.errors import MissingExtra, Problem
 from loopwright.execution.ray.options import RayOptions
 
 if TYPE_CHECKING:
@@ -53,12 +53,7 @@ class RaySystem(RayOptions):
     def unreachable(self, gpus: int = 0) -> list[Problem]:
         if find_spec("ray") is None or not self.named_address:
             return []
-        from loopwright.execution.ray.connection import RayConnection, check_address, find_shortage
+        from loopwright.execution.ray.connection import find_problem
 
-        try:
-            check_address(self.named_address)
-            with RayConnection(address=self.address, runtime_env=self.runtime_env):
-                shortage = find_shortage(self.request(gpus))
-        except ClusterError as error:
-            return [Problem("[system] address", str(error))]
-        return [Problem("[system]", shortage)] if shortage else []
+        problem = find_problem(self, self.request(gpus))
+        return [problem] if problem is not None else []
