@@ -12,6 +12,7 @@ from tests.envs.helpers import wait_until
 
 import loopwright
 from loopwright.agents.rl.policy import act
+from loopwright.ledger.ledger import Ledger
 
 ENVIRONMENTS = """
 import os
@@ -89,11 +90,14 @@ def test_a_child_that_dies_in_mid_batch_costs_one_step_of_each_environment(envir
 
 @pytest.mark.parametrize("isolate", [False, True])
 def test_masks_of_a_method_reach_the_policy(environments, isolate):
+    """The policy, in training and evaluation, and the random baseline choose no masked action."""
     tmp_path = environments
     agent = 'type = "maskable_ppo", trials = 256, rollout = 64, evaluate = { every = 128, episodes = 2 }'
     assert train(tmp_path, live_scenario(agent, "slot_envs:Masked", "envs = 2", isolate=isolate)) == 0
     assert {str(row.outcome) for row in rows(tmp_path)} == {"ok"}
     assert act(tmp_path / "out" / "r" / "policy" / "best", {}, [0.0]) in (0, 1, 2)
+    with Ledger.read(tmp_path / "out" / "r" / "ledger.db") as ledger:
+        assert len(ledger.state("baseline 0") or ()) == 2
 
 
 def test_curves_are_written_to_wandb_and_mlflow(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, cast
 
+import numpy as np
 from gymnasium import spaces
 
 from loopwright.agents.rl.learner import EvaluationConfig, PolicyLearner
@@ -123,9 +124,15 @@ class LiveEvaluator:
                 self._server.close()
             self._server = None
 
-    def _random(self, *_: Any) -> tuple[Any, Any]:
+    def _random(self, _observation: Any, _state: Any, mask: Any) -> tuple[Any, Any]:
+        """Any action that is not masked."""
         space: spaces.Space[Any] = self._env.server.action_space if self._actions is None else self._actions.gym_space
-        return space.sample(), None
+        if mask is None:
+            return space.sample(), None
+        masks: Any = np.asarray(mask, np.int8)
+        if isinstance(space, spaces.MultiDiscrete):  # one mask after another
+            masks = tuple(np.split(masks, np.cumsum(space.nvec)[:-1]))
+        return space.sample(mask=masks), None
 
     def _run(self, choose: Choose, *, records: bool = False) -> EvaluationEpisodes | None:
         """Whole episodes; None if the environment failed, which is logged."""
