@@ -1,6 +1,7 @@
 """Q, R06, R10, R11, S15, S18: what is recommended was measured again; noise is averaged over; failures teach."""
 
 from collections import Counter
+from itertools import count
 from random import Random
 
 import pytest
@@ -65,6 +66,50 @@ def test_q02_finalists_are_measured_again_in_rounds_beside_the_baseline(tmp_path
     first = rows[:per_round]
     assert len({trial.group for trial in first}) == per_round, "every finalist once, before any is measured again"
     assert any(trial.action == baseline for trial in first)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.05], ids=["steady", "drifting"])
+def test_q02_a_canary_notices_a_machine_that_drifts(tmp_path, slope):
+    """Given a machine that becomes faster with every trial, the report says so; a steady one is not suspected."""
+    noise, calls = Random(3), count()
+
+    def measure(x):
+        return 10 - (x - 3) ** 2 + slope * next(calls) + noise.gauss(0, 0.05)
+
+    study = tune(
+        measure, {"x": uniform(0, 6)}, maximize=True, trials=100, agent="random", output=tmp_path, in_process=True
+    )
+    rows = study.trials()
+    canaries = [trial for trial in rows if trial.phase == "canary"]
+    assert len(canaries) >= 2
+    assert {trial.action["x"] for trial in canaries} == {rows[0].action["x"]}
+    page = study.report().path.read_text()
+    assert ("The machine drifted" in page) == bool(slope)
+
+
+def test_q02_finalists_run_to_their_end_under_a_stop_rule(tmp_path):
+    """Given a rule that stops most trials, what is recommended was confirmed by whole measurements."""
+
+    def train(x):
+        for step in range(1, 10):
+            yield step, {"loss": abs(x - 3) + 1 / step}
+        return {"loss": abs(x - 3)}
+
+    study = tune(
+        train,
+        {"x": uniform(0, 6)},
+        minimize="loss",
+        trials=60,
+        agent="random",
+        stop={"rule": "median", "metric": "loss", "mode": "min"},
+        output=tmp_path,
+        in_process=True,
+    )
+    outcomes = Counter((trial.phase, str(trial.outcome)) for trial in study.trials())
+    assert outcomes["", "stopped"] > 10
+    assert outcomes["confirm", "ok"] >= 3
+    assert outcomes["confirm", "stopped"] == outcomes["canary", "stopped"] == 0
+    assert study.best.confirmed
 
 
 def test_q02_the_whole_front_is_confirmed(tmp_path):
@@ -180,7 +225,7 @@ def test_r10_configurations_are_compared_over_common_regimes_with_the_declared_w
     assert Study.read(tmp_path / "out").best.params == {"x": 1}, "0.95 against 0.45"
 
 
-@pytest.mark.parametrize("agent", ["grid", "random", "tpe", "nsga2", "bandit"])
+@pytest.mark.parametrize("agent", ["grid", "random", "tpe", "gp", "cmaes", "nsga2", "bandit"])
 def test_r11_noise_is_drawn_recorded_and_hidden_with_every_agent(tmp_path, agent):
     settings = f'{{ type = "{agent}"{"" if agent == "grid" else ", trials = 8"} }}'
     lines = ("noise = { seed = [5, 6, 7] }", "repeats = 2")

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: trials are `aborted`, reports written, `resume` completes; a second signal ends all."""
 
+import csv
 import os
 import signal
 import subprocess
@@ -173,3 +174,21 @@ def test_a_pattern_that_backtracks_without_end_fails_its_trial(tmp_path, monkeyp
     first = campaign.trials()[0]
     assert (first.outcome, first.metrics) == (Outcome.METRIC_MISSING, {})
     assert first.reason.startswith("y: matching '(a|aa)+$' in stdout (5,001 bytes) took more than 0.1 s. Avoid repeats")
+
+
+def test_s13_after_kill_9_the_trajectory_has_every_trial_that_ended(tmp_path):
+    """Nothing has to be resumed or reported first."""
+    campaign = campaign_at(tmp_path)
+    process = campaign.start()
+    in_the_middle(campaign, process)
+    trajectory = campaign.output / "work" / "trajectory.csv"
+    wait_for(lambda: len(trajectory.read_text().splitlines()) == 3)
+    os.killpg(process.pid, signal.SIGKILL)
+    end_of(process)
+    with trajectory.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    recorded = {trial.number: trial for trial in campaign.trials() if trial.outcome is not None}
+    assert {int(row["trial"]) for row in rows} == recorded.keys() == {1, 2}
+    assert all(float(row["metric.y"]) == recorded[int(row["trial"])].metrics["y"] for row in rows)
+    completes(campaign, tmp_path)
+    assert len(trajectory.read_text().splitlines()) == TRIALS + 1
