@@ -108,6 +108,7 @@ def test_l14_each_source_has_its_own_loop_judger_and_sampling(tmp_path):
     assert {name for r in episodes["sums"] for name in r.episode.reward.parts} == {"exact"}
     assert {name for r in episodes["talks"] for name in r.episode.reward.parts} == {"length"}
     assert {r.episode.sampled for r in episodes["talks"]} == {2}  # one token in each turn
+    assert "settings of single sources" in (tmp_path / "out" / "report.html").read_text()
     assert max(r.episode.sampled for r in episodes["sums"]) > 2
 
 

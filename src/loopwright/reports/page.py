@@ -213,6 +213,7 @@ def provenance(digest: Digest) -> list[tuple[str, list[str]]]:
         "constraints": about.get("constraints") or None,
         "workload": digest.table("workload") or None,
         **{name: rollout.get(name) for name in ("tasks", "loop", "judger", "produce", "engine")},
+        "settings of single sources": rollout.get("sources") or None,
         "fingerprint": about.get("fingerprint"),
         "ledger": f"{digest.name}/ledger.db",
     }
