@@ -12,7 +12,7 @@ import pytest
 from loopwright.core.outcome import Outcome
 from loopwright.rollouts.remote.config import RemoteConfig
 from tests.clients.policies import terminus
-from tests.gateway.harness import Teller
+from tests.gateway.harness import Replier
 from tests.rollouts.harbor import task_at, write
 from tests.rollouts.remote.agents import open_setup, running
 
@@ -85,7 +85,7 @@ def test_terminus_2_is_an_agent_by_its_name(tmp_path, monkeypatch, sandbox):
     async def main():
         options = {"sandbox": sandbox, "deadline_s": 120.0, "run_tests": True}
         harbor = str(HARBOR.parents[1])
-        async with open_setup(tmp_path, Teller(replies), agent="terminus-2", harbor=harbor, **options) as setup:
+        async with open_setup(tmp_path, Replier(replies), agent="terminus-2", harbor=harbor, **options) as setup:
             assert setup.config.problems(tmp_path) == []
             return await setup.roll(task_at(path), timeout_s=300.0)
 

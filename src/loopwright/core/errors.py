@@ -50,6 +50,7 @@
     ├── RolloutFailed (RuntimeError)     an agent's function failed, and knows why rollouts/remote/agent.py
     ├── ProductionFailed (RuntimeError)  no group could be produced               rollouts/producer.py
     ├── TrainingFailed (RuntimeError)    training stopped; it can be resumed      trainers/failure.py
+    ├── NotConvertible                   a policy cannot be written as GGUF       trainers/export/gguf.py
     ├── SeveralRows (ValueError)         a trainer accepts one branch per rollout integrations/branch.py
     ├── NoReward (RuntimeError)          a trainer needs a reward for a rollout   integrations/branch.py
     └── SerializationError (TypeError)   a value cannot be sent to a process      rollouts/pools/base.py
