@@ -26,10 +26,10 @@ def train(groups):
 
 async def main(output):
     async with loopwright.Producer(SCENARIO, output=output) as producer:
-        version = 0
+        if producer.version:  # an earlier process trained: publish the weights of your checkpoint first
+            await producer.publish(None, producer.version)
         while groups := await producer.batch(8):
-            weights, version = train(groups), version + 1
-            await producer.publish(weights, version)
+            await producer.publish(train(groups), producer.version + 1)
             producer.trained(groups)  # after your own checkpoint
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import loopwright
+from loopwright.ledger.rollouts import rollouts
 
 SCENARIO = {
     "name": "own",
@@ -114,6 +115,21 @@ def test_after_a_signal_nothing_is_trained_twice(tmp_path, number):
     assert len(rest) == len({*rest})
     assert third <= {*rest}
     assert not (first | second) & {*rest}
+
+
+def test_what_was_in_production_continues_with_the_weights_that_are_published_first(tmp_path):
+    async def main(*, again):
+        settings = {"run.engine.token_s": 0.01}
+        async with loopwright.Producer(SCENARIO, output=tmp_path / "out", set=settings) as producer:
+            assert producer.version == (5 if again else 0)
+            await asyncio.sleep(0.2 * again)  # loads its checkpoint
+            await producer.publish(None, 5)
+            producer.trained(await producer.batch(3))
+
+    asyncio.run(main(again=False))
+    asyncio.run(main(again=True))
+    with loopwright.Ledger.read(tmp_path / "out/own/ledger.db") as ledger:
+        assert {span.version for each in rollouts(ledger) for node in each.episode.nodes for span in node.spans} == {5}
 
 
 def test_it_is_used_inside_a_context(tmp_path):

@@ -22,10 +22,8 @@ class Producer:
     """Produces the groups of a scenario's rollout run; training, and when to publish weights, is up to the caller.
 
         async with loopwright.Producer("study.toml", output="out") as producer:
-            version = 0
             while groups := await producer.batch(8):
-                version += 1
-                await producer.publish(train(groups), version)
+                await producer.publish(train(groups), producer.version + 1)
                 producer.trained(groups)
 
     Only `group_size`, `min_group`, `seed` and `trials` of the run's agent count; with a trainer as the agent, it does
@@ -49,6 +47,7 @@ class Producer:
         self._batches: dict[int, frozenset[int]] = {}
         """The groups of each step that were handed out and are not trained yet."""
         self._step = 0
+        self._is_restored = False
 
     async def __aenter__(self) -> Self:
         try:
@@ -72,12 +71,19 @@ class Producer:
             await asyncio.wait({closing})
             raise
 
+    @property
+    def version(self) -> int:
+        """The version of the weights that were published last, also by an earlier process; 0 if none were."""
+        env, _ = self._open_production()
+        return int(env.book.ledger.state("version", 0))
+
     async def batch(self, size: int) -> list[Group]:
         """The next `size` groups to train on; fewer, and in the end none, when the agent's `trials` are used up.
 
         Production continues between calls if `produce.type` is `async`.
         """
         env, producer = self._open_production()
+        self._restore(producer)
         groups = await producer.batch(size, self._step + 1)
         env.book.ledger.flush()
         if groups:
@@ -86,11 +92,17 @@ class Producer:
         return groups
 
     async def publish(self, weights: Any, version: int) -> None:
-        """Give the engine new weights. Groups older than `produce.max_staleness` versions expire."""
-        _, producer = self._open_production()
+        """Give the engine new weights. Groups older than `produce.max_staleness` versions expire.
+
+        After a restart the engine has its first weights again: publish those of your checkpoint before the first
+        `batch`, with their version.
+        """
+        env, producer = self._open_production()
         if version < producer.version:
             raise ValueError(f"version {version} is older than the published version {producer.version}")
         await producer.update(version, weights)
+        env.book.ledger.set_state("version", version)
+        self._restore(producer)
 
     def trained(self, groups: Sequence[Group]) -> None:
         """Record that these groups are trained on: whole batches, the oldest first. They are never handed out again.
@@ -129,8 +141,13 @@ class Producer:
         producer = GroupProducer(env, env.produce, group_size=config.group_size, min_group=config.min_size)
         stack.push_async_callback(producer.pause, 0.0)
         self._step = int(env.book.ledger.state("step", 0))
-        producer.restore(self._step)
         return env, producer
+
+    def _restore(self, producer: GroupProducer) -> None:
+        """Continue what an earlier process left; not before the caller could publish the weights to do it with."""
+        if not self._is_restored:
+            self._is_restored = True
+            producer.restore(self._step)
 
     def _open_production(self) -> tuple[RolloutEnv, GroupProducer]:
         if self._production is None:
