@@ -37,7 +37,7 @@ def test_a_corrected_pattern_is_read_from_the_kept_output(loopwright, tmp_path):
     result = loopwright("reread", tmp_path / "out", *fix)
     assert result.returncode == 0, result.stderr
     assert "3 missing → ok" in result.stdout
-    assert "best now: trial 2" in result.stdout
+    assert "best single trial now: 2" in result.stdout
     assert "--write stores" in result.stdout
 
     for _ in range(2):

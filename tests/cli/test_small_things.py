@@ -51,6 +51,18 @@ def test_dry_run_shows_objective_and_metrics(tmp_path):
     assert "metrics    loss" in output
 
 
+def test_dry_run_shows_noise_services_and_what_a_slot_will_provide(tmp_path):
+    file = tmp_path / "small.toml"
+    text = SCENARIO.replace("COMMAND", "echo loss={x} --long={long} {seed} {port}").replace("LIMIT", "9")
+    text = text.replace("[run.workload]", "noise = { seed = [71, 72] }\n[run.workload]")
+    file.write_text(text + '[run.workload.service]\ncommand = "sleep {port} {x}"\n')
+
+    lines = CliRunner().invoke(app, ["dry-run", str(file)]).output.splitlines()
+
+    assert sum(line.endswith(("71 PORT", "72 PORT")) for line in lines) == 3
+    assert "      beside service: sleep PORT 1" in lines
+
+
 def test_rewards_compare_by_value():
     assert Reward(1.0, {"a": 1.0}) < Reward(2.0) <= Reward(2.0, {"b": 2.0})
     assert max(Reward(1.0), Reward(3.0), Reward(2.0)).value == 3.0

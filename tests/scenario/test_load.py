@@ -138,6 +138,12 @@ def test_a_problem_names_its_key_and_the_fix(write, parts, key, words):
     assert any(line.startswith(f"{key}") and words in line for line in messages), messages
 
 
+def test_noise_that_no_command_names_is_legal_and_gets_a_hint(write):
+    (run,) = load(write(more="[run.noise]\nseed = [1, 2]")).runs
+
+    assert [hint.key for hint in run.hints()] == ["[[run]] noise.seed"]
+
+
 def test_every_problem_is_listed_at_once(write):
     messages = problems(
         write(

@@ -178,7 +178,6 @@ class TestFingerprint:
     ("settings", "key", "words"),
     [
         ({"command": "echo {aa}"}, "command", "unknown argument {aa}. Known: a. Did you mean 'a'?"),
-        ({"command": "echo"}, "args.a", "is searched, but no command contains {a}"),
         ({"command": "no-such-program {a}"}, "command", "'no-such-program' is not on the PATH"),
         ({"command": "/no/such {a}"}, "command", "'/no/such' is not an executable file"),
         ({"command": "./gone {a}"}, "command", "it does not exist"),

@@ -95,7 +95,8 @@ def _show(comparison: CampaignComparison, before: str, after: str) -> None:
                     candidate.objectives, candidate.intervals, map(Objective.of, run.labels), strict=True
                 )
             )
-            console.print(f"{title(candidate)} in {place}: {values}   with   {assignments(candidate.action)}")
+            chosen = assignments(candidate.action) or "(nothing to choose)"
+            console.print(f"{title(candidate)} in {place}: {values}   with   {chosen}")
     if comparison.difference is None:
         console.print(f"difference: cannot be told, {comparison.obstacle}")
     else:

@@ -17,7 +17,7 @@ from loopwright.reports.objective import Objective
 from loopwright.rollouts.source_settings import describe_own
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.spaces.parameter import Choice, Range
-from loopwright.spaces.space import Draws
+from loopwright.spaces.space import Draws, Noise
 from loopwright.workloads.base import CommandTemplate
 from loopwright.workloads.command_config import CommandConfig
 
@@ -132,12 +132,19 @@ def _first_trials(run: Any) -> Iterator[str]:
     if isinstance(workload, CommandConfig) and workload.setup:
         yield f"set-up      {workload.setup}"
     yield "the first trials:" if agent in ("grid", "random") else "trials such as:"
-    draws = Draws(seed, space.parameters, run.env_params)
+    draws, noise = Draws(seed, space.parameters, run.env_params), Noise(seed, run.noise)
+    slot: dict[str, Any] = {}
+    if isinstance(workload, CommandConfig):
+        slot = {name: name.upper() for name in workload.slot_names()}  # known once a trial has its slot
     count = min(_EXAMPLES, run.agent.trials or _EXAMPLES) if run.agent else 1
     for number, action in enumerate(itertools.islice(itertools.chain(pinned, more), count), 1):
-        arguments = space.arguments(action, draws.sample(number))
+        drawn = noise.sample(0 if run.repeats > 1 else number - 1)
+        arguments = {**slot, **space.arguments(action, {**draws.sample(number), **drawn})}
         if isinstance(workload, CommandConfig):
             variables = [f"{name}={arguments[name]}" for name in workload.env if name in arguments]
             yield "  " + " ".join([*variables, shlex.join(CommandTemplate(workload.command).words(arguments))])
+            for service in workload.service:
+                words = CommandTemplate(service.command).words(arguments)
+                yield f"    beside {service.name}: {shlex.join(words)}"
         else:
             yield f"  {arguments}"

@@ -99,7 +99,9 @@ def _reread(ledger: Ledger, config: Any, *, write: bool, json: bool) -> int:
     parts = ", ".join(f"{number(count)} {name}" for name, count in sorted(counts.items())) or "no finished trials"
     console.print(f"{config.name}: {parts}", markup=False, soft_wrap=True)
     if best is not None:
-        console.print(f"  best now: trial {best[1].number}, {short(str(dict(best[1].action)), 100)}", markup=False)
+        console.print(
+            f"  best single trial now: {best[1].number}, {short(str(dict(best[1].action)), 100)}", markup=False
+        )
     hint = "stored; reports are made again with them" if write else "nothing was written; --write stores the metrics"
     console.print(f"  {hint}")
     return readable

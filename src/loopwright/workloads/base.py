@@ -92,6 +92,10 @@ class WorkloadConfig(Config):
         """The keys that need processes on this machine."""
         return []
 
+    def unused_arguments(self) -> list[str]:
+        """The arguments with several values that no trial would receive."""
+        return []
+
     def missing_programs(self, scenario_dir: Path) -> list[Problem]:
         """The programs of a trial that this machine does not have. Another machine may have them."""
         return []

@@ -266,9 +266,7 @@ class CommandConfig(WorkloadConfig):
     def problems(self, scenario_dir: Path) -> list[Problem]:
         problems = super().problems(scenario_dir)
         parameters = self.parameters
-        names: set[str] = set()
         for key, template in self.templates():
-            names |= template.names
             for name in sorted(template.names - parameters.keys()):
                 if key != "setup" and _SLOT_NAMES.fullmatch(name):
                     if name == "gpu" and not self.gpus:
@@ -285,12 +283,14 @@ class CommandConfig(WorkloadConfig):
             problems += [
                 Problem(key, f"{word!r} needs a shell; write sh -c '…', or quote it.") for word in template.operators
             ]
-        # A switch that only decides whether other arguments are present needs no place in a command.
-        conditions = (Expression(each.when).names for each in parameters.values() if each.when is not None)
-        for name in sorted(self.args.keys() - names - {name for condition in conditions for name in condition}):
-            if not isinstance(self.args[name], Fixed):
-                problems.append(Problem(f"args.{name}", f"is searched, but no command contains {{{name}}}."))
         return problems
+
+    def unused_arguments(self) -> list[str]:
+        names = {name for _, template in self.templates() for name in template.names}
+        # A switch that only decides whether other arguments are present needs no place in a command.
+        for parameter in self.parameters.values():
+            names |= Expression(parameter.when).names if parameter.when is not None else set()
+        return sorted(name for name in self.args.keys() - names if not isinstance(self.args[name], Fixed))
 
     def missing_programs(self, scenario_dir: Path) -> list[Problem]:
         templates = [(key, template) for key, template in self.templates() if key != "service.ready"]

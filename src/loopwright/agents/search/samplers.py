@@ -272,7 +272,12 @@ class Gp(SamplerAgent):
         return problems
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
-        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=self.config.startup, deterministic_objective=False)
+        return optuna.samplers.GPSampler(
+            seed=seed,
+            n_startup_trials=self.config.startup,
+            deterministic_objective=False,
+            warn_independent_sampling=False,  # of a conditional parameter, at every trial
+        )
 
 
 class Cmaes(SamplerAgent):

@@ -89,7 +89,9 @@ class Digest:
     @property
     def progress(self) -> str:
         """How many trials have ended, of how many."""
-        return f"{number(self.done)} of {number(self.budget)}" if self.budget else number(self.done)
+        # `remeasure` adds trials beyond the budget.
+        fits = self.budget and self.budget >= self.done
+        return f"{number(self.done)} of {number(self.budget)}" if fits else number(self.done)
 
     @cached_property
     def best(self) -> Recommendation:

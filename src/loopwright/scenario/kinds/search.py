@@ -86,6 +86,9 @@ class SearchRun(RunKind):
         agent = self.agent_class
         if agent is not None or "agent" not in raw:
             self.check_draws(raw, self.workload.parameters, checker)
+        for name in self.workload.unused_arguments():
+            if name not in self.noise:
+                checker.add(f"[run.workload] args.{name}", f"is searched, but no command contains {{{name}}}.")
         for name in sorted(self._metrics_of_rewards() - set(self.metric_names)):
             hint = did_you_mean(name, list(self.metric_names))
             checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
@@ -211,6 +214,11 @@ class SearchRun(RunKind):
             if _COSTS.intersection(words := name.lower().split("_")) and "per" not in words:
                 fix = 'to minimise it, write type = "negative".'
                 hints.append(Problem("[[run]] reward", f'type "identity" maximises {name}; {fix}'))
+        for name in self.workload.unused_arguments():  # only noise, or the scenario is refused
+            fix = f"add {{{name}}}, or leave it out and set `repeats`."
+            hints.append(
+                Problem(f"[[run]] noise.{name}", f"no command contains it, so it only tells repeats apart; {fix}")
+            )
         if self.agent_class is not None and self.agent is not None:
             hints += self.agent_class.hints(self.agent, self.space, self._draws(self.agent).count)
         return hints
