@@ -34,14 +34,18 @@ class Fatal(Probe):
 
     async def _end(self, how):
         await asyncio.sleep(0)
+        if how == "in a thread":  # whose, nobody knows
+            await asyncio.to_thread(os._exit, 1)
         ctypes.string_at(0) if how == "segfault" else os._exit(1)
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("how", ["segfault", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["segfault", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exit", "in a thread"))]
+)
 def test_l15_a_crash_costs_the_call_that_caused_it_and_its_neighbours_are_issued_again(how):
     async def main():
-        pool = pool_of(1, Fatal)  # all share one worker, which dies twice
+        pool = pool_of(1, Fatal)  # all share one worker, which dies twice, or until the fatal call is alone
         await pool.start()
         try:
             fatal = asyncio.ensure_future(pool.call(("end_process", how)))

@@ -58,6 +58,37 @@ def test_another_machine_is_preferred_but_not_waited_for():
     asyncio.run(main())
 
 
+def test_a_call_with_a_limit_has_no_more_neighbours_than_that_until_it_ends():
+    async def main():
+        router, (backend,) = build_router(1)
+        first, _ = [await router.acquire() for _ in range(2)]
+        quiet = asyncio.ensure_future(router.acquire(limit=2))
+        behind = asyncio.ensure_future(router.acquire())
+        await asyncio.sleep(0)
+        assert backend.load == 2
+        router.release(first)
+        assert await quiet is backend
+        await asyncio.sleep(0)
+        assert not behind.done()
+        router.release(backend, limit=2)
+        assert await behind is backend
+        assert (backend.load, backend.limits) == (2, [])
+
+    asyncio.run(main())
+
+
+def test_calls_behind_a_cancelled_call_with_a_limit_do_not_wait_for_it():
+    async def main():
+        router, (backend,) = build_router(1)
+        await router.acquire()
+        alone, behind = (asyncio.ensure_future(router.acquire(limit=limit)) for limit in (1, None))
+        await asyncio.sleep(0)
+        alone.cancel()
+        assert await behind is backend
+
+    asyncio.run(main())
+
+
 def test_calls_fail_while_the_pool_is_down_until_a_worker_is_added():
     async def main():
         router = Router(1)

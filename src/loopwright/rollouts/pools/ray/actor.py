@@ -55,12 +55,15 @@ class WorkerActor(RoutedWorker):
     """An actor with a worker in it."""
 
     def __init__(self, index: int, actor: Any, mark_name: str) -> None:
+        super().__init__()
         self.index, self.actor, self.mark_name = index, actor, mark_name
         # Looked up once: a handle creates a new method object at each access.
         self.handle: Method = actor.handle.remote
         self.apply_update: Method = actor.apply_update.remote
         self.failure: str | None = None
         """Why it cannot be used any more."""
+        self.calls_at_end = 0
+        """How many calls it had then."""
         self.killed = False
         self.culprit: asyncio.Task[int] | None = None
         """Finds out which call it died of."""

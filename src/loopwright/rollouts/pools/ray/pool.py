@@ -42,9 +42,7 @@ _MAX_PAUSE_S = 30.0
 _MAX_FAILURES = 4
 """Failed replacements in a row after which the pool counts as down."""
 _MAX_OTHERS = 20
-"""How often a call is issued again because its worker died of another call."""
-_UNKNOWN_CAUSE = 5
-"""How often a death counts if no call's code was running: it may have come from outside, or from a thread of any."""
+"""How often a call is issued again because its worker died of another call, or of an unknown cause."""
 _NODE_DEATH_S = 2.0
 """How long it takes until all actors of a dead node are known to be dead."""
 
@@ -127,17 +125,21 @@ class RayPool(Pool):
         self._check_open()
         number, deadline = next(self._numbers), Deadline.after(timeout_s)
         losses, others, avoid_node = 0, 0, ""
+        limit: int | None = None
         self._in_flight += 1
         try:
             while True:
                 try:
-                    return await self._issue(number, request, deadline, avoid_node)
+                    return await self._issue(number, request, deadline, avoid_node, limit)
                 except ActorLost as lost:
-                    culprit = await lost.culprit()
-                    if culprit == number:
+                    culprit, neighbours = await lost.culprit(), lost.actor.calls_at_end
+                    if culprit == number or (culprit == 0 and limit == 1):
                         losses += 1
                     else:
-                        others += _UNKNOWN_CAUSE if culprit == 0 else 1
+                        others += 1
+                        # With half as many neighbours, and alone in the end: then innocent ones survive, and who ends
+                        # processes in a thread is found.
+                        limit = max(1, min(neighbours, limit or neighbours) // 2)
                         deadline = Deadline.after(timeout_s)  # it starts again through no fault of its own
                     self._check_losses(losses, str(lost), others)
                     avoid_node = await self._node_to_avoid(lost.node, deadline)
@@ -192,17 +194,23 @@ class RayPool(Pool):
 
     # -- one call -------------------------------------------------------------------------------------------------
 
-    async def _issue(self, number: int, request: Any, deadline: Deadline, avoid_node: str) -> Any:
-        try:
-            async with asyncio.timeout_at(deadline.at):
-                actor = await self._router.acquire(avoid_node)
-        except TimeoutError:
-            raise timeout_error(deadline.timeout_s) from None
+    async def _issue(
+        self, number: int, request: Any, deadline: Deadline, avoid_node: str, limit: int | None = None
+    ) -> Any:
+        if limit is not None:
+            actor = await self._router.acquire(avoid_node, limit)
+            deadline = Deadline.after(deadline.timeout_s)  # the others took the time until there was room
+        else:
+            try:
+                async with asyncio.timeout_at(deadline.at):
+                    actor = await self._router.acquire(avoid_node)
+            except TimeoutError:
+                raise timeout_error(deadline.timeout_s) from None
         try:
             data = pack((number, deadline.left_s(), deadline.timeout_s, request))
             return await self._await_answer(actor, actor.handle, data, deadline)
         finally:
-            self._router.release(actor)
+            self._router.release(actor, limit)
 
     async def _await_answer(self, actor: WorkerActor, method: Method, data: bytes, deadline: Deadline) -> Any:
         """An actor's answer; the actor enforces the deadline itself, and is killed if it does not."""
@@ -327,7 +335,7 @@ class RayPool(Pool):
         """Replace a dead actor, or one that must be killed; the first reason given is kept."""
         if actor.failure is not None or not self._open:
             return
-        actor.failure, actor.killed = reason, killed
+        actor.failure, actor.killed, actor.calls_at_end = reason, killed, actor.load
         self._router.remove(actor)
         actor.kill()
         actor.culprit = None if killed else asyncio.create_task(find_culprit(actor))
