@@ -168,6 +168,13 @@ def test_hooks_run_in_the_job_of_the_test(files, tmp_path):
         *("--pre", "env 'A=1 2' sleep 1", "--", "sleep", "1"),
     ]
     assert run["workload"]["timeout_s"] == 900
+    (run,) = files(f"{text}num_nodes = 4", system=SLURM, nap=NAP, hooks=tmp_path / "hook").scenario["run"]
+    command = run["workload"]["command"]
+    hook = command[command.index("--pre") + 1]
+    assert hook.startswith(
+        "env --unset=SLURM_NTASKS --unset=SLURM_NPROCS 'A=1 2' srun --export=ALL --mpi=pmix --nodes=1"
+    )
+    assert (run["workload"]["nodes"], "--nodes={nodes}" in command) == (4, True)
     missing = text.replace('"look"', '"lok"')
     assert "no hook 'lok'" in problems(files, missing, nap=NAP, hooks=tmp_path / "hook")
 

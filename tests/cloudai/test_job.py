@@ -27,3 +27,9 @@ def test_a_failed_hook_fails_the_trial_before_the_test(tmp_path):
     assert done.returncode == 1
     assert "pre_test 1 ended with exit code 3; see pre_test.1.stderr" in done.stderr
     assert not (tmp_path / "started").exists()
+
+
+def test_commands_and_hooks_know_the_trials_directory(tmp_path):
+    done = run(tmp_path, "--pre", "echo '$TRIAL_DIRECTORY:/x'", *OPTIONS, "--", "echo", "--mounts=$TRIAL_DIRECTORY:/x")
+    assert done.stdout == f"--mounts={tmp_path}:/x\n"
+    assert (tmp_path / "pre_test.1.stdout").read_text() == f"{tmp_path}:/x\n"

@@ -21,7 +21,7 @@ from loopwright.cloudai.files import (
     read_system,
     seconds_of,
 )
-from loopwright.cloudai.templates import templates
+from loopwright.cloudai.templates import TRIAL_DIRECTORY, UNSET_TASKS, templates
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
 from loopwright.spaces.parameter import nested
 
@@ -251,24 +251,25 @@ class _Converter:
     def _command(self, run: TestRun, test: TestDefinition, values: _Values) -> list[str]:
         """The command of a trial, inside what runs its hooks and reads its metrics."""
         template = templates[test.test_template_name]
-        words = self._launched(run, test, values)
+        words = self._launched(run, test, values, "{nodes}")
         hooks = []
         for kind, option in (("pre_test", "--pre"), ("post_test", "--post")):
             for hook, hook_test in self._source.hooks[kind].runs if kind in self._source.hooks else ():
                 hook_values = self._values(f"{kind} {hook.id}", hook_test)
-                if hook_values.searched:
+                if hook_values.searched or isinstance(hook.num_nodes, tuple):
                     self._problems.append(Problem(f"{kind} {hook.id}", "a hook cannot have lists to search."))
-                # A hook has the nodes of its test, as in CloudAI.
-                command = self._launched(run.model_copy(update={"extra_srun_args": None}), hook_test, hook_values)
+                command = self._launched(hook, hook_test, hook_values, str(hook.num_nodes))
                 variables = [_literal(f"{name}={value}") for name, value in hook_test.extra_env_vars.items()]
+                # A hook has its own number of nodes, and with them its own number of tasks.
+                variables = [*(UNSET_TASKS if self._is_slurm else ()), *variables]
                 hooks += [option, shlex.join(["env", *variables, *command] if variables else command)]
-        if not hooks and not template.metrics:
+        if not hooks and not template.metrics and not any(TRIAL_DIRECTORY in word for word in words):
             return words
         options = [word for text in template.options(test.cmd_args) for word in ("--option", text)]
         job = [sys.executable, "-m", "loopwright.cloudai.job_main", test.test_template_name]
         return [*job, *hooks, *options, "--", *words]
 
-    def _launched(self, run: TestRun, test: TestDefinition, values: _Values) -> list[str]:
+    def _launched(self, run: TestRun, test: TestDefinition, values: _Values, nodes: str) -> list[str]:
         """The command of a test, started by srun on a cluster."""
         template = templates[test.test_template_name]
         args = values.text
@@ -282,20 +283,29 @@ class _Converter:
             if image is not None:
                 self._notes.append(f"{run.id}: the container image is ignored on a standalone system")
             return words
-        if template.launcher is None:
+        if not (srun := template.launcher(args, self._system.mpi)):
             return words
-        srun = ["srun", *(word.format(mpi=self._system.mpi) for word in template.launcher), "--nodes={nodes}"]
-        srun += template.srun(args, "{nodes}")
+        srun.append(f"--nodes={nodes}")
         if image is not None:
-            mounts = [os.path.expandvars(mount) for mount in test.extra_container_mounts]
+            env = self._env(test)
             srun.append(f"--container-image={image}")
-            srun += [f"--container-mounts={_literal(','.join(mounts))}"] if mounts else []
+            srun.append(f"--container-mounts={_literal(','.join(self._mounts(test, env)))}")
             srun += [] if self._system.container_mount_home else ["--no-container-mount-home"]
             # Otherwise pyxis prefers the variables of the image.
-            srun += [f"--container-env={','.join(names)}"] if (names := list(self._env(test))) else []
+            srun += [f"--container-env={','.join(env)}"] if env else []
         further = (self._system.extra_srun_args, *test.extra_srun_args, run.extra_srun_args)
         srun += [_literal(word) for text in further if text for word in shlex.split(text)]
         return srun + words
+
+    def _mounts(self, test: TestDefinition, env: Mapping[str, Any]) -> list[str]:
+        """What a container sees of its node, as in CloudAI: the trial's directory twice, and what was installed."""
+        mounts = [f"{TRIAL_DIRECTORY}:/cloudai_run_results", TRIAL_DIRECTORY]
+        if self._system.install_path and (installed := Path(self._system.install_path).expanduser()).is_dir():
+            mounts.insert(1, f"{installed.absolute()}:/cloudai_install")
+        mounts += [os.path.expandvars(mount) for mount in test.extra_container_mounts]
+        if isinstance(topology := env.get("NCCL_TOPO_FILE"), str):
+            mounts.append(f"{Path(topology).absolute()}:{Path(topology).absolute()}")
+        return mounts
 
     def _nsys(self, test: TestDefinition) -> list[str]:
         if test.nsys is None or not test.nsys.get("enable", True):

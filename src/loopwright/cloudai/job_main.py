@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loopwright.cloudai.templates import templates
+from loopwright.cloudai.templates import TRIAL_DIRECTORY, templates
 
 _MAX_OUTPUT_BYTES = 64 * 2**20
 """How much output is read for metrics; all of it is passed on."""
@@ -26,7 +26,11 @@ def run_hooks(kind: str, commands: Sequence[str]) -> bool:
         stdout, stderr = (Path(f"{kind}.{number}.{stream}") for stream in ("stdout", "stderr"))
         with stdout.open("wb") as output, stderr.open("wb") as errors:
             code = subprocess.run(
-                ["/bin/bash", "-c", command], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, check=False
+                ["/bin/bash", "-c", command.replace(TRIAL_DIRECTORY, str(Path.cwd()))],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                check=False,
             ).returncode
         if code != 0:
             print(f"{kind} {number} ended with exit code {code}; see {stderr}", file=sys.stderr)
@@ -47,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     output = bytearray()
     reading, writing = os.pipe()
     try:
-        process = subprocess.Popen(parsed.command, stdin=subprocess.DEVNULL, stdout=writing)
+        words = [word.replace(TRIAL_DIRECTORY, str(Path.cwd())) for word in parsed.command]
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=writing)
     except OSError as error:
         print(f"cannot start {parsed.command[0]}: {error.strerror}", file=sys.stderr)
         return 127

@@ -10,6 +10,11 @@ from loopwright.cloudai.output import read_fio, read_nccl, read_osu, read_ucc
 Arguments = Mapping[str, Any]
 """`cmd_args` with each value as the text of a command, a searched one as `{name}`; only fixed flags are booleans."""
 
+UNSET_TASKS = ("--unset=SLURM_NTASKS", "--unset=SLURM_NPROCS")
+"""Arguments of `env` for an srun that derives its tasks from nodes and tasks per node, not from those of its job."""
+TRIAL_DIRECTORY = "$TRIAL_DIRECTORY"
+"""Stands for the trial's directory in a command; `job_main` fills it in."""
+
 
 class Template(ABC):
     """One `test_template_name`.
@@ -29,16 +34,14 @@ class Template(ABC):
     """The metrics that `read` gives, as CloudAI writes them, then some of our own."""
     success: ClassVar[str | None] = None
     """A pattern that the output of a successful test contains."""
-    launcher: ClassVar[Sequence[str] | None] = ("--export=ALL", "--mpi={mpi}")
-    """The first arguments of srun; None if the test starts it itself."""
 
     @abstractmethod
     def words(self, args: Arguments, extra: Mapping[str, str]) -> list[str]:
         """The command, with `extra_cmd_args` at its end."""
 
-    def srun(self, args: Arguments, nodes: str) -> list[str]:
-        """Further arguments of srun for this test."""
-        return []
+    def launcher(self, args: Arguments, mpi: str) -> list[str]:
+        """What starts the command on a cluster: srun with its first arguments; empty if the command does so itself."""
+        return ["srun", "--export=ALL", f"--mpi={mpi}"]
 
     def image(self, args: Arguments) -> str | None:
         """The container image."""
@@ -71,7 +74,9 @@ class BashCmd(Template):
     """A shell command, in the batch script itself."""
 
     required: ClassVar[tuple[str, ...]] = ("cmd",)
-    launcher: ClassVar[Sequence[str] | None] = None
+
+    def launcher(self, args: Arguments, mpi: str) -> list[str]:
+        return []
 
     def words(self, args: Arguments, extra: Mapping[str, str]) -> list[str]:
         return ["bash", "-c", args["cmd"]]
@@ -132,8 +137,10 @@ class NcclTest(Template):
                 words += [option, value]
         return words + [word for name, value in extra.items() for word in shlex.split(f"{name} {value}")]
 
-    def srun(self, args: Arguments, nodes: str) -> list[str]:
-        return [] if _uses_mpi(args["subtest_name"]) else ["--ntasks=1"]
+    def launcher(self, args: Arguments, mpi: str) -> list[str]:
+        return (
+            super().launcher(args, mpi) if _uses_mpi(args["subtest_name"]) else ["srun", "--export=ALL", "--ntasks=1"]
+        )
 
 
 def _uses_mpi(program: str) -> bool:
@@ -163,20 +170,29 @@ class OsuBench(Template):
     defaults: ClassVar[Mapping[str, Any]] = {"full": True}
     required: ClassVar[tuple[str, ...]] = ("docker_image_url", "benchmarks_dir", "benchmark")
     metrics: ClassVar[tuple[str, ...]] = ("default", "latency_us", "bandwidth_mb_s", "messages_s")
+    success: ClassVar[str | None] = "# Size|# OSU MPI (Hello|Init)"
     read = staticmethod(read_osu)
-    _collective: ClassVar[tuple[str, ...]] = ("all", "barrier", "bcast", "gather", "reduce", "scatter", "neighbor")
+    _without_full: ClassVar[frozenset[str]] = frozenset(
+        [
+            *("osu_latency", "osu_latency_mt", "osu_latency_mp", "osu_latency_persistent", "osu_multi_lat"),
+            *("osu_bw", "osu_bw_persistent", "osu_bibw", "osu_bibw_persistent", "osu_mbw_mr"),
+            *("osu_put_latency", "osu_get_latency", "osu_acc_latency", "osu_get_acc_latency", "osu_cas_latency"),
+            *("osu_fop_latency", "osu_put_bw", "osu_get_bw", "osu_put_bibw", "osu_init", "osu_hello"),
+        ]
+    )
+    """Programs that do not know `--full`."""
 
     def words(self, args: Arguments, extra: Mapping[str, str]) -> list[str]:
-        words = [f"{args['benchmarks_dir']}/{args['benchmark']}"]
+        program = args["benchmark"]
+        words = [f"{args['benchmarks_dir']}/{program}"]
+        knows_full = (
+            program not in self._without_full and "{" not in program
+        )  # of those that are searched, some may not
         for name, value in args.items():
             option = f"--{name.replace('_', '-')}"
-            if name in self.required or value is False:
+            if name in self.required or value is False or (name == "full" and not knows_full):
                 continue
-            if name == "full" and value is True:  # only collective benchmarks know it
-                name_of_program = args["benchmark"].removeprefix("osu_").removeprefix("i")
-                words += [option] if name_of_program.startswith(self._collective) else []
-            else:
-                words += [option] if value is True else [option, value]
+            words += [option] if value is True else [option, value]
         return words + _assigned(extra)
 
 
@@ -189,7 +205,6 @@ class Fio(Template):
         *("read_bw", "write_bw", "read_iops", "write_iops", "read_latency", "write_latency"),
     )
     success: ClassVar[str | None] = "IOPS="
-    launcher: ClassVar[Sequence[str] | None] = ("--export=ALL",)
     read = staticmethod(read_fio)
 
     def words(self, args: Arguments, extra: Mapping[str, str]) -> list[str]:
@@ -204,8 +219,8 @@ class Fio(Template):
         option = name if name.startswith("-") else f"--{name}"
         return [] if value is False else [option] if value is True else [f"{option}={value}"]
 
-    def srun(self, args: Arguments, nodes: str) -> list[str]:
-        return [f"--ntasks-per-node={args['num_tasks_per_node']}"]
+    def launcher(self, args: Arguments, mpi: str) -> list[str]:
+        return ["env", *UNSET_TASKS, "srun", "--export=ALL", f"--ntasks-per-node={args['num_tasks_per_node']}"]
 
     def options(self, args: Mapping[str, Any]) -> list[str]:
         names = {"metric_operation": "all", "metric_name": "bw", "metric_aggregate": "sum"}
