@@ -1,9 +1,9 @@
 """Every snippet in README.md and docs/ works: Python runs, scenarios load, commands and flags exist.
 
 The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/common/` and
-`tests/docs/files/<page>/`. A block whose first line is a file name, such as `# my_judge.py`, is also written to that
-file. A block that cannot run in a test says why in a comment above it: `<!-- test: compile, needs a vLLM server -->`,
-or `parse` for TOML.
+`tests/docs/files/<page>/`; README.md also has those of `examples/first/`. A block whose first line is a file name, such
+as `# my_judge.py`, is also written to that file. A block that cannot run in a test says why in a comment above it:
+`<!-- test: compile, needs a vLLM server -->`, or `parse` for TOML.
 """
 
 import ast
@@ -23,6 +23,7 @@ import loopwright
 from loopwright.cli import app
 
 ROOT = Path(__file__).parents[2]
+FIRST = ROOT / "examples" / "first"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"(?:<!-- test: (?P<rule>\w+)[^\n]*-->\n\n?)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$",
@@ -59,6 +60,9 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.stem)
 def test_every_snippet_works(page, directory):
+    if page.stem == "README":
+        shutil.copytree(FIRST, directory, dirs_exist_ok=True)
+        shutil.copytree(FIRST, directory / "examples" / "first")
     for name in ("common", page.stem):
         if (files := Path(__file__).parent / "files" / name).is_dir():
             shutil.copytree(files, directory, dirs_exist_ok=True)
@@ -110,3 +114,11 @@ def check_commands(text: str, place: str) -> None:
         for word in rest:
             flag = word.partition("=")[0]
             assert not flag.startswith("-") or flag in options, f"{place}: {command.name} has no option {flag}"
+
+
+def test_the_scenarios_of_the_readme_are_shipped_as_shown():
+    for snippet in snippets(ROOT / "README.md"):
+        if snippet.language == "toml":
+            name = snippet.text.splitlines()[0].removeprefix("# ")
+            assert (FIRST / name).read_text() == snippet.text
+            loopwright.load(FIRST / name)

@@ -3,6 +3,7 @@ import csv
 import pytest
 
 from loopwright.ledger.ledger import Ledger
+from loopwright.reports.formatting import ends
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.headline import describe_difference, gain
 from loopwright.scenario.dispatch import begin, build
@@ -75,3 +76,17 @@ def test_s11_trajectory_is_appended_while_the_run_goes(tmp_path):
     assert all(float(row["wall_s"]) >= 0 for row in rows if row["outcome"] == "ok")
     with Ledger.read(output / "fast" / "ledger.db") as ledger:
         assert len(rows) == sum(1 for _ in ledger.trials())
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (210.9971, 210.9989, "210.9971 to 210.9989"),
+        (4.29384, 38.0132, "4.2938 to 38.013"),
+        (0.5, 0.5, "0.5 to 0.5"),
+        (-1.0, 1.0, "−1 to 1"),
+        (0.0, 0.25, "0 to 0.25"),
+    ],
+)
+def test_the_ends_of_a_narrow_interval_can_be_told_apart(low, high, text):
+    assert ends(low, high) == text

@@ -171,10 +171,10 @@ def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool, progress: b
     with show_progress(None, sys.stderr) if visible else nullcontext(lambda _: ()) as watch:
         try:
             asyncio.get_running_loop()
+            start: Callable[..., int] = _dispatch_in_thread
         except RuntimeError:
-            code = dispatch(loaded, output, resume=resume, watch=watch, **options)
-        else:
-            code = _dispatch_in_thread(loaded, output, resume=resume, watch=watch, **options)
+            start = dispatch
+        code = start(loaded, output, resume=resume, watch=watch, **options)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code > 128:

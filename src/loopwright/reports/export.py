@@ -122,7 +122,8 @@ def write_best(ledger: Ledger, path: Path, best: Recommendation | None = None) -
                 for own, value, interval in zip(objectives, candidate.objectives, candidate.intervals, strict=True)
             )
             numbers = ", ".join(map(str, candidate.trials[:10]))
-            file.write(f"# {title(candidate)}: {rewards}, in trial {numbers}\n")
+            trials = "trial" if len(candidate.trials) == 1 else "trials"
+            file.write(f"# {title(candidate)}: {rewards}, in {trials} {numbers}\n")
         file.write(tomli_w.dumps(scenario))
     return path
 
@@ -136,6 +137,8 @@ def _plain_run(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[
         values = {name: _fixed_value(name, spec, assigned) for name, spec in specs.items()}
         workload[part] = nested({name: value for name, value in values.items() if value is not None})
     workload |= {"nodes": assigned["nodes"]} if "nodes" in workload and "nodes" in assigned else {}
+    if not workload["env"]:
+        del workload["env"]
     return {"name": table["name"], "workload": workload} | {
         key: table[key] for key in ("reward", "noise") if key in table
     }

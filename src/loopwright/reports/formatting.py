@@ -40,6 +40,13 @@ def number(value: Any, digits: int = 5) -> str:
     return whole.replace(",", "\u202f").replace("-", "−")
 
 
+def ends(low: float, high: float) -> str:
+    """`low to high`, with as many digits as it takes to tell the ends of a narrow interval apart."""
+    width, largest = high - low, max(abs(low), abs(high))
+    digits = 5 if not 0 < width < largest else min(12, max(5, 3 + math.ceil(math.log10(largest / width))))
+    return f"{number(low, digits)} to {number(high, digits)}"
+
+
 def measured(value: Any, name: str) -> str:
     """A number with the unit that its name implies."""
     unit = unit_of(name)

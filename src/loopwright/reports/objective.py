@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from loopwright.reports.formatting import counted, measured, number
+from loopwright.reports.formatting import counted, ends, measured
 
 _NEGATED_NAME = re.compile(r"[−-]\s*([^\W\d]\w*)")
 Interval = tuple[float, float]
@@ -41,13 +41,13 @@ class Objective:
         """A reward in the objective's own unit, to read."""
         return measured(self.value(reward), self.name)
 
-    def evidence(self, interval: Interval | None, count: int) -> str:
+    def evidence(self, interval: Interval | None, count: int, noun: str = "measurement") -> str:
         """How sure a reward is, in the objective's own unit."""
-        return evidence(self.interval(interval), count)
+        return evidence(self.interval(interval), count, noun)
 
 
-def evidence(interval: Interval | None, count: int) -> str:
+def evidence(interval: Interval | None, count: int, noun: str = "measurement") -> str:
     """How sure a number is: its 95 % interval and how often it was measured."""
     if interval is None:
-        return "measured once" if count == 1 else counted(count, "measurement")
-    return f"{number(interval[0])} to {number(interval[1])}, {counted(count, 'measurement')}"
+        return "measured once" if count == 1 else counted(count, noun)
+    return f"{ends(*interval)}, {counted(count, noun)}"

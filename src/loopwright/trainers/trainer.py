@@ -65,7 +65,8 @@ class Trainer(Agent, ABC):
             needed["ray"] = "ray"
         missing = [(name, extra) for name, extra in needed.items() if find_spec(name) is None]
         problems = [
-            Problem("type", str(MissingExtra(f"agent {config.type!r} ({name})", extra))) for name, extra in missing
+            Problem("type", str(MissingExtra(f"agent {config.type!r} ({name})", extra)))
+            for extra, name in {extra: name for name, extra in reversed(missing)}.items()
         ]
         problems += [Problem("log", f"needs: pip install {package}") for package in missing_packages(config.log)]
         if isinstance(space, RolloutConfig):

@@ -31,18 +31,17 @@ def notes(best: Recommendation, objective: Objective) -> list[str]:
     """What a user should know before deploying the answer, as sentences."""
     lines = []
     if best.gain is not None and best.baseline is not None:
-        difference = describe_difference(best.gain, objective)
+        difference = describe_difference(best.gain, objective, "paired measurement")
         lines.append(f"Against the baseline ({objective.text(best.baseline.reward)}): {difference}.")
     elif best.is_confirmed and best.baseline is not None and best.front[0] is best.baseline:
         lines.append("The baseline is still the best: no finalist was better in fresh measurements.")
     if best.luckiest is not None and best.luckiest.shortfall:
         lucky = best.luckiest
         share = f" ({percent(abs(lucky.shortfall / lucky.reward))})" if lucky.reward else ""
-        verb = "disappointed by" if lucky.shortfall > 0 else "been exceeded by"
         lines.append(
-            f"The luckiest trial, {number(lucky.trial)}, gave {objective.text(lucky.reward)}; its configuration gave "
-            f"{objective.text(lucky.confirmed.mean)} when measured again, so it would have {verb} "
-            f"{measured(abs(lucky.shortfall), objective.name)}{share}."
+            f"The luckiest trial, {number(lucky.trial)}, gave {objective.text(lucky.reward)}. Measured again, its "
+            f"configuration gave {objective.text(lucky.confirmed.mean)}, which is "
+            f"{measured(abs(lucky.shortfall), objective.name)}{share} {'worse' if lucky.shortfall > 0 else 'better'}."
         )
     if best.drift is not None:
         lines.append(
@@ -52,10 +51,10 @@ def notes(best: Recommendation, objective: Objective) -> list[str]:
     return lines
 
 
-def describe_difference(gain: Estimate, objective: Objective) -> str:
+def describe_difference(gain: Estimate, objective: Objective, noun: str = "measurement") -> str:
     """A difference with its sign and interval, and whether it may be chance."""
     sign = "+" if objective.value(gain.mean) >= 0 else ""
-    text = f"{sign}{objective.text(gain.mean)} ({objective.evidence(gain.interval, gain.count)})"
+    text = f"{sign}{objective.text(gain.mean)} ({objective.evidence(gain.interval, gain.count, noun)})"
     if gain.interval is not None and gain.interval[0] <= 0 <= gain.interval[1]:
         text += ", which may be chance"
     return text
