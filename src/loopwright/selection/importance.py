@@ -21,6 +21,8 @@ _ROWS = 1000
 _MIN_ROWS = 12
 _PARAMETERS = 16
 _BINS = 12
+_EDGES = 60
+"""A tree splits a parameter at one of this many places; a multiple of most numbers of candidates."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,14 @@ def importances(names: Sequence[str], columns: Sequence[Sequence[Any]], values: 
         order = np.sort(np.argsort(strength)[-_PARAMETERS:])
         x, names = x[:, order], [names[i] for i in order]
     shares: dict[tuple[int, ...], list[float]] = {}
-    for _ in range(_TREES):
-        sample = random.integers(0, len(y), len(y))
-        found = {key: share for key, share in _tree_shares(x[sample], y[sample], random).items() if key[1:] == ()}
-        # A greedy tree overlooks an interaction beside strong main effects, so these are taken out first.
-        rest = _without_main_effects(x[sample], y[sample])
-        part = float(rest.var() / y[sample].var()) if np.ptp(y[sample]) else 0.0
-        together = _tree_shares(x[sample], rest, random) if part else {}
+    samples = random.integers(0, len(y), (_TREES, len(y)))
+    # A greedy tree overlooks an interaction beside strong main effects, so each sample has another tree without these.
+    rest = np.stack([_without_main_effects(x[sample], y[sample]) for sample in samples])
+    trees = _fit(np.concatenate([x[samples]] * 2), np.concatenate([y[samples], rest]), random)
+    for number, sample in enumerate(samples):
+        part = float(rest[number].var() / y[sample].var()) if np.ptp(y[sample]) else 0.0
+        together = _tree_shares(*trees[_TREES + number]) if part else {}
+        found = {key: share for key, share in _tree_shares(*trees[number]).items() if not key[1:]}
         found |= {key: part * share for key, share in together.items() if key[1:]}
         for key, share in found.items():
             shares.setdefault(key, []).append(share)
@@ -92,9 +95,8 @@ def _without_main_effects(x: Array, y: Array) -> Array:
     return np.asarray(rest, dtype=np.float64)
 
 
-def _tree_shares(x: Array, y: Array, random: np.random.Generator) -> dict[tuple[int, ...], float]:
+def _tree_shares(low: Array, high: Array, value: Array) -> dict[tuple[int, ...], float]:
     """The share of a tree's variance by parameter and by pair, beyond what each of the two explains alone."""
-    low, high, value = _fit(x, y, random)
     widths = high - low
     volume = widths.prod(axis=1)
     mean = volume @ value
@@ -102,14 +104,14 @@ def _tree_shares(x: Array, y: Array, random: np.random.Generator) -> dict[tuple[
     if total <= 0:
         return {}
     centred = value - mean
-    edges = [np.unique(np.concatenate([low[:, i], high[:, i]])) for i in range(x.shape[1])]
+    edges = [np.unique(np.concatenate([low[:, i], high[:, i]])) for i in range(low.shape[1])]
     inside = [
         ((low[:, i] <= edge[:-1, None]) & (high[:, i] >= edge[1:, None])).astype(np.float64)
         for i, edge in enumerate(edges)
     ]
     shares: dict[tuple[int, ...], float] = {}
     active = [i for i, edge in enumerate(edges) if len(edge) > 2]
-    for i in range(x.shape[1]):
+    for i in range(low.shape[1]):
         marginal = inside[i] @ (centred * volume / widths[:, i])
         shares[i,] = float(np.diff(edges[i]) @ marginal**2) / total
     for i, j in combinations(active, 2):
@@ -120,41 +122,51 @@ def _tree_shares(x: Array, y: Array, random: np.random.Generator) -> dict[tuple[
     return shares
 
 
-def _fit(x: Array, y: Array, random: np.random.Generator) -> tuple[Array, Array, Array]:
-    """The leaves of a regression tree: lower corners, upper corners, means.
+def _fit(x: Array, y: Array, random: np.random.Generator) -> list[tuple[Array, Array, Array]]:
+    """A regression tree for each sample: the lower corners, the upper corners and the means of its leaves.
 
-    Each split may use a random part of the parameters only, or an interaction without main effects is never met.
+    All nodes of a level, of all trees, are split at once. Each split may use a random part of the parameters only, or
+    an interaction without main effects is never met.
     """
-    count, width = x.shape
-    smallest = max(3, count // _LEAVES)
-    queue, leaves = [(np.zeros(width), np.ones(width), np.arange(count))], []
-    while queue:
-        low, high, rows = queue.pop()
-        allowed = random.permutation(width)[: max(1, width * 2 // 3)]
-        gain, column, edge = _best_split(x[np.ix_(rows, allowed)], y[rows], smallest)
-        if gain <= 0:
-            leaves.append((low, high, rows))
-            continue
-        left, right, parameter = high.copy(), low.copy(), int(allowed[column])
-        left[parameter] = right[parameter] = edge
-        below = x[rows, parameter] < edge
-        queue += [(low, left, rows[below]), (right, high, rows[~below])]
-    lows, highs, members = zip(*leaves, strict=True)
-    return np.array(lows), np.array(highs), np.array([y[rows].mean() for rows in members])
+    trees, count, width = x.shape
+    smallest, allowed = max(3, count // _LEAVES), max(1, width * 2 // 3)
+    codes = np.minimum((x.reshape(-1, width) * _EDGES).astype(np.intp), _EDGES - 1)
+    values, target = y.ravel(), (y - y.mean(axis=1, keepdims=True)).ravel()
+    tree, low, high = np.arange(trees), np.zeros((trees, width)), np.ones((trees, width))
+    node = np.repeat(tree, count)
+    leaves: list[tuple[npt.NDArray[np.intp], Array, Array, Array]] = []
+    while len(tree):
+        gains = _gains(codes, target, node, len(tree), smallest)
+        gains[random.random((len(tree), width)).argsort(axis=1) >= allowed] = 0.0
+        best = gains.reshape(len(tree), -1).argmax(axis=1)
+        column, edge = best // _EDGES, best % _EDGES
+        is_split = gains[np.arange(len(tree)), column, edge] > 1e-12
+        means = np.bincount(node, values, len(tree)) / np.bincount(node, minlength=len(tree))
+        leaves.append((tree[~is_split], low[~is_split], high[~is_split], means[~is_split]))
+        # The children of the others: those below the edge, then those above.
+        rows, parents = is_split[node], np.flatnonzero(is_split)
+        codes, values, target, node = codes[rows], values[rows], target[rows], node[rows]
+        above = codes[np.arange(len(node)), column[node]] > edge[node]
+        node = (np.cumsum(is_split) - 1)[node] + above * len(parents)
+        tree, left, right = np.tile(tree[parents], 2), high[parents], low[parents]
+        place = (np.arange(len(parents)), column[parents])
+        left[place] = right[place] = (edge[parents] + 1) / _EDGES
+        low, high = np.concatenate([low[parents], right]), np.concatenate([left, high[parents]])
+    owner, *corners_and_means = (np.concatenate(parts) for parts in zip(*leaves, strict=True))
+    low, high, means = corners_and_means
+    return [(low[own], high[own], means[own]) for own in (owner == number for number in range(trees))]
 
 
-def _best_split(x: Array, y: Array, smallest: int) -> tuple[float, int, float]:
-    """The split that explains most: how much, of which column, where."""
-    count = len(y)
-    if count < 2 * smallest:
-        return 0.0, 0, 0.0
-    target = y - y.mean()
-    order = np.argsort(x, axis=0, kind="stable")
-    ordered = np.take_along_axis(x, order, axis=0)
-    sums = np.cumsum(target[order], axis=0)[:-1]
-    left = np.arange(1, count)[:, None]
-    gains = sums**2 / left + sums**2 / (count - left)
-    gains[(ordered[1:] == ordered[:-1]) | (left < smallest) | (count - left < smallest)] = 0.0
-    place, parameter = np.unravel_index(int(np.argmax(gains)), gains.shape)
-    edge = (ordered[place, parameter] + ordered[place + 1, parameter]) / 2
-    return float(gains[place, parameter]), int(parameter), float(edge)
+def _gains(codes: npt.NDArray[np.intp], target: Array, node: npt.NDArray[np.intp], nodes: int, smallest: int) -> Array:
+    """How much a split of each node explains, by column and by the edge after each code; 0 where it is too small."""
+    width = codes.shape[1]
+    cells = ((node[:, None] * width + np.arange(width)) * _EDGES + codes).ravel()
+    shape = (nodes, width, _EDGES)
+    left = np.bincount(cells, minlength=nodes * width * _EDGES).reshape(shape).cumsum(axis=2)
+    sums = np.bincount(cells, np.repeat(target, width), nodes * width * _EDGES).reshape(shape).cumsum(axis=2)
+    count, total = left[:, :, -1:], sums[:, :, -1:]
+    right = count - left
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gains = sums**2 / left + (total - sums) ** 2 / right - total**2 / count
+    gains[(left < smallest) | (right < smallest)] = 0.0
+    return np.asarray(gains, dtype=np.float64)
