@@ -126,7 +126,9 @@ class AskTell:
         return self._ready.popleft()
 
     async def _learn(self, trial: Any) -> None:
-        self._agent.learn_from(await trial)
+        feedback = await trial
+        if not feedback.phase:  # a trial that the agent proposed
+            self._agent.update_policy(feedback)
 
     async def _measure(self, job: Job) -> Result:
         job.flush_reservation()

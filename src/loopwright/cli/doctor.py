@@ -27,8 +27,8 @@ from loopwright.engines.base import engines
 from loopwright.execution.devices import visible_devices
 from loopwright.execution.sandbox.bubblewrap import Bubblewrap
 from loopwright.execution.sandbox.docker import Docker
-from loopwright.ledger.file_system import file_system, is_network
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.sqlite import NETWORK, file_system
 
 _TIMEOUT_S = 10
 _MIN_FREE_BYTES = 2**30
@@ -129,7 +129,8 @@ def _examine_directory(place: Path) -> Iterator[Finding]:
     journal = (
         "a network file system: ledgers use a rollback journal there, since SQLite's write-ahead log does not work"
     )
-    yield Finding("file system", ok=True, detail=f"{kind or 'unknown'}{f', {journal}' if is_network(kind) else ''}")
+    note = f", {journal}" if kind.startswith(NETWORK) else ""
+    yield Finding("file system", ok=True, detail=f"{kind or 'unknown'}{note}")
     free = shutil.disk_usage(place).free
     yield Finding("disk", free >= _MIN_FREE_BYTES, f"{free / 2**30:.1f} GiB free", "free some space", needed=True)
     yield Finding(

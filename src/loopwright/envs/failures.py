@@ -26,17 +26,20 @@ class FailConfig(Config):
 
 
 class FailureWatch:
-    """Counts identical failures. After a resume it counts on from the ledger, but gives a halted run another chance."""
+    """Counts identical failures from `first`, the first one of this process.
 
-    def __init__(self, ledger: Ledger, same: int | None) -> None:
+    After a resume it counts on from the ledger, but gives a halted run another chance.
+    """
+
+    def __init__(self, ledger: Ledger, same: int | None, first: Trial) -> None:
         self.verdict = ""
+        """Why the run ends, once there were too many."""
         self._ledger, self._same, self._limit = ledger, same, same or _DEFAULT
-        self._streak, self._last, self._has_success = 0, "", False
-        step = ledger.last()[0]
-        if step:
-            self._has_success = bool(ledger.counts().get(Outcome.OK))
-            after = max(ledger.state("halted_at", 0), step - 2 * self._limit)
-            for trial in ledger.trials(after=after):
+        self._streak, self._last = 0, ""
+        self._has_success = bool(ledger.counts().get(Outcome.OK))
+        after = max(ledger.state("halted_at", 0), ledger.last()[0] - 2 * self._limit)
+        for trial in ledger.trials(after=after):
+            if trial.number != first.number:
                 self._count(trial)
 
     def add(self, trial: Trial) -> None:

@@ -92,7 +92,9 @@ class SearchEnv:
         self._repeats: Counter[str] | None = None
         self._extra = sum(1 for _ in book.ledger.trials(where="phase <> ''")) if book.step else 0
         """How many trials the agent did not propose."""
-        self._failures = FailureWatch(book.ledger, self.rules.same)
+        self._failures: FailureWatch | None = None
+        self.halted = ""
+        """Why the run ends early, because its trials fail alike."""
         self._marker = book.ledger.state("id")
         self._opened_at = time.time()
         self._adoptable = book.ledger.open_attempts() if book.step else {}
@@ -218,7 +220,10 @@ class SearchEnv:
         finished = self.book.commit(trial, result, hold=self._shared is None)
         if self._shared and finished.outcome is Outcome.OK and finished.cached_from is None:
             self._shared.put(finished.key, f"{self.book.directory.absolute()}#{finished.number}", finished.metrics)
-        self._failures.add(finished)
+        if self._failures is not None or finished.outcome is not Outcome.OK:
+            self._failures = self._failures or FailureWatch(self.book.ledger, self.rules.same, finished)
+            self._failures.add(finished)
+            self.halted = self._failures.verdict
         if not self.book.count_cached and finished.key and not finished.phase:
             self._keys.add(finished.key)
         if result.outcome in REUSABLE:
@@ -375,11 +380,6 @@ class SearchEnv:
         if size is not None and len(self._keys) >= size * repeats:
             return False
         return book.budget is None or (book.has_budget(1 + reserve) and book.group < 10 * book.budget)
-
-    @property
-    def halted(self) -> str:
-        """Why the run ends early, because its trials fail alike; empty otherwise."""
-        return self._failures.verdict
 
     @property
     def cardinality(self) -> int | None:

@@ -17,7 +17,6 @@ from zlib import crc32
 import orjson
 
 from loopwright.core.errors import LedgerError, storage
-from loopwright.ledger.file_system import journal_mode
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -32,6 +31,21 @@ BOOT_ID = os.urandom(16).hex().encode()
 """Identifies the time since the machine was started; where the system does not tell, that of this process."""
 with suppress(OSError):
     BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+MOUNTS = Path("/proc/self/mounts")
+NETWORK = (
+    "nfs",
+    "cifs",
+    "smb",
+    "afs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "fuse.sshfs",
+    "fuse.ceph",
+    "fuse.glusterfs",
+)
+"""How the names of file systems begin whose files are shared by machines."""
 _SYNC_S = 1.0
 _RECORD_BYTES = HEAD_RECORD.size + 4
 _HEAD_BYTES = 4 * _RECORD_BYTES
@@ -234,7 +248,8 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
     """
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
     try:
-        connection.execute(f"PRAGMA journal_mode = {journal_mode(path)}")
+        mode = "TRUNCATE" if file_system(path.parent).startswith(NETWORK) else "WAL"
+        connection.execute(f"PRAGMA journal_mode = {mode}")
         connection.execute(f"PRAGMA synchronous = {synchronous}")
         # The last pages of a table change with every row: copied less often from the log, they cost less.
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
@@ -242,6 +257,21 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def file_system(path: Path, mounts: Path | None = None) -> str:
+    """The type of the file system of a path that exists, such as `ext4`; empty if it is unknown."""
+    place, longest, kind = os.path.realpath(path), -1, ""
+    try:
+        lines = (mounts or MOUNTS).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        # Spaces inside a name are written as \\040.
+        _, point, name, *_ = (word.replace("\\040", " ") for word in line.split(" "))
+        if (place == point or place.startswith(f"{point.rstrip('/')}/")) and len(point) >= longest:
+            longest, kind = len(point), name
+    return kind
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:

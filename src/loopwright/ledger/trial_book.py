@@ -44,24 +44,33 @@ class Observers(list[Observer]):
 
     def before(self, trial: Trial) -> None:
         """Call `before` on every observer."""
-        self._notify("before", f"trial {trial.number}", trial)
+        for observer in tuple(self):
+            try:
+                observer.before(trial)
+            except Exception:
+                name = type(observer).__name__
+                log.exception("observer %s.before failed on trial %d and is switched off", name, trial.number)
+                self.remove(observer)
 
     def after(self, trial: Trial) -> None:
         """Call `after` on every observer."""
-        self._notify("after", f"trial {trial.number}", trial)
+        for observer in tuple(self):
+            try:
+                observer.after(trial)
+            except Exception:
+                name = type(observer).__name__
+                log.exception("observer %s.after failed on trial %d and is switched off", name, trial.number)
+                self.remove(observer)
 
     def after_step(self, kind: Kind, step: Step) -> None:
         """Call `after_step` on every observer."""
-        self._notify("after_step", f"step {step.step}", kind, step)
-
-    def _notify(self, hook: str, subject: str, *arguments: Any) -> None:
         for observer in tuple(self):
             try:
-                getattr(observer, hook)(*arguments)
+                observer.after_step(kind, step)
             except Exception:
+                name = type(observer).__name__
+                log.exception("observer %s.after_step failed on step %d and is switched off", name, step.step)
                 self.remove(observer)
-                name = f"{type(observer).__name__}.{hook}"
-                log.exception("observer %s failed on %s and is switched off", name, subject)
 
 
 class TrialBook:

@@ -149,8 +149,11 @@ def dispatch(
             return _run(loaded, run, output, signals, watch, {**options, "on_start": on_start})
 
         try:
-            # Runs with an agent depend on no other, and run in the order of the file.
-            code |= PlainRuns(loaded.runs, execute).run(lambda: signals.received is not None, signals.stop_all)
+            if any(run.depends_on for run in loaded.runs):
+                code |= PlainRuns(loaded.runs, execute).run(lambda: signals.received is not None, signals.stop_all)
+            else:
+                for run in loaded.runs:
+                    code |= _run(loaded, run, output, signals, watch, options) if signals.received is None else 0
         finally:
             code |= write_all(output)
         if signals.received is not None:

@@ -25,6 +25,10 @@ class ConfirmConfig(Config):
     """The part of `trials` that is kept for it."""
 
 
+LEAST_TRIALS = ceil(2 * MIN_ROUNDS / ConfirmConfig.model_fields["share"].default)
+"""A run with fewer trials confirms only if its scenario asks for it."""
+
+
 @dataclass(frozen=True)
 class ConfirmPlan:
     """A confirmation that fits its run. It is recorded with the run, so that reports replay the same race."""

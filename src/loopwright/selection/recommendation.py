@@ -101,7 +101,9 @@ class Recommendation:
 
 def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = None) -> Recommendation:
     """The recommendation for a run, from its trials and its description in the ledger."""
-    weigh, rules = RegimeWeights(about or {}), confirm_rules(about or {})
+    about = about or {}
+    weigh = RegimeWeights(about) if about.get("env_params") else None
+    weights: dict[str, float] = {}  # of each regime that was met, by its key
     measured: dict[str, list[StoredTrial] | StoredTrial] = {}  # almost all actions are measured once
     fresh: dict[str, list[StoredTrial]] = {}
     canaries: list[StoredTrial] = []
@@ -111,7 +113,12 @@ def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = N
             fresh.setdefault(trial.action_key, []).append(trial)
         elif trial.phase == "canary":
             canaries.append(trial)
-        if trial.phase or not counts(trial):
+            continue
+        elif not counts(trial):
+            continue
+        if trial.regime_key not in weights:
+            weights[trial.regime_key] = 1.0 if weigh is None else weigh(trial.regime)
+        if trial.phase:
             continue
         if baseline is None and trial.objectives:
             baseline = trial.action_key
@@ -120,23 +127,23 @@ def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = N
             earlier.append(trial)
         elif earlier is not trial:
             measured[trial.action_key] = [earlier, trial]
-    weights = _weights_of([*measured.values(), *fresh.values()], weigh)
     if any(row.objectives for rows in fresh.values() for row in rows):
-        confirmed = _confirmed(measured, fresh, baseline, weights, rules)
+        confirmed = _confirmed(measured, fresh, baseline, weights, confirm_rules(about))
         if confirmed.front:
             return replace(confirmed, drift=_drift(baseline, measured, canaries, fresh))
     for key, rows in fresh.items():
         if any(not row.objectives and not row.is_lost for row in rows):
             measured.pop(key, None)  # it failed when it was measured again
-    common = _common_regimes(measured.values(), weights)
-    front, robust = _Front(weights), _Robust(weights)
+    common = frozenset(weights) if len(weights) == 1 else _common_regimes(measured.values(), weights)
+    front = _Front(weights)
+    robust = _Robust(weights) if len(common) > 1 else None
     by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
     for group in measured.values():
         regimes = _by_regime(group if isinstance(group, list) else [group])
         if regimes and common <= regimes.keys():
             shared = [regimes[key] for key in regimes if key in common]
             front.add(shared)
-            if len(common) > 1:
+            if robust is not None:
                 robust.add(shared)
         for regime, repeats in regimes.items():
             reward = fmean(trial.objectives[0] for trial in repeats)
@@ -145,7 +152,7 @@ def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = N
     return Recommendation(
         tuple(front.candidates()),
         tuple(_candidate([by_regime[key][1]], weights) for key in sorted(by_regime)),
-        tuple(robust.choices()),
+        () if robust is None else tuple(robust.choices()),
     )
 
 
@@ -241,20 +248,8 @@ def _luckiest(
     return Luckiest(best.number, best.objectives[0], estimate(again, weights)) if again else None
 
 
-def _weights_of(groups: Iterable[list[StoredTrial] | StoredTrial], weigh: RegimeWeights) -> dict[str, float]:
-    """The declared weight of each regime that was met, by its key."""
-    weights: dict[str, float] = {}
-    for group in groups:
-        for trial in group if isinstance(group, list) else (group,):
-            if trial.regime_key not in weights:
-                weights[trial.regime_key] = weigh(trial.regime)
-    return weights
-
-
 def _common_regimes(groups: Iterable[list[StoredTrial] | StoredTrial], weights: Mapping[str, float]) -> frozenset[str]:
     """The regimes that actions are compared over: the likeliest set that an action was measured under as a whole."""
-    if len(weights) == 1:
-        return frozenset(weights)
     sets: dict[frozenset[str], tuple[int, float]] = {}
     for group in groups:
         regimes = _by_regime(group if isinstance(group, list) else [group])
@@ -284,7 +279,8 @@ class _Front:
 
     def add(self, regimes: Group) -> None:
         """Add an action, as its repeats under each regime."""
-        objectives = _means(regimes, self._weights)
+        is_single = len(regimes) == 1 and len(regimes[0]) == 1
+        objectives = regimes[0][0].objectives if is_single else _means(regimes, self._weights)
         if len(objectives) > 1:
             self._actions.append(regimes)
         elif self._best is None or (objectives[0], -regimes[0][0].number) > self._best:
@@ -320,8 +316,6 @@ class _Robust:
 
 def _means(regimes: Group, weights: Mapping[str, float]) -> tuple[float, ...]:
     """Each objective: the weighted mean over regimes of the mean over repeats."""
-    if len(regimes) == 1 and len(regimes[0]) == 1:
-        return regimes[0][0].objectives
     trials = [trial for group in regimes for trial in group]
     return tuple(estimate(samples_of(trials, o), weights).mean for o in range(len(trials[0].objectives)))
 
@@ -336,17 +330,22 @@ def _candidate(
 ) -> Candidate:
     trials = [trial for group in regimes for trial in group]
     repeats = [trial.objectives[0] for trial in regimes[0]] if len(regimes) == 1 else []
-    estimates = [
-        estimate(samples_of(trials, o), weights, tests, spreads[o] if spreads else None)
-        for o in range(len(trials[0].objectives))
-    ]
+    if len(trials) == 1:
+        objectives, intervals = trials[0].objectives, (None,) * len(trials[0].objectives)
+    else:
+        estimates = [
+            estimate(samples_of(trials, o), weights, tests, spreads[o] if spreads else None)
+            for o in range(len(trials[0].objectives))
+        ]
+        objectives = tuple(value.mean for value in estimates)
+        intervals = tuple(value.interval for value in estimates)
     return Candidate(
         action=trials[0].action,
-        objectives=tuple(value.mean for value in estimates),
+        objectives=objectives,
         trials=tuple(trial.number for trial in trials),
         spread=stdev(repeats) if len(repeats) > 1 else None,
         regimes=tuple(group[0].regime for group in regimes),
-        intervals=tuple(value.interval for value in estimates),
+        intervals=intervals,
         confirmed=confirmed,
     )
 

@@ -131,11 +131,6 @@ class SearchAgent(Agent):
             return self.env.step(action, self.note(), fresh=self.measures_again)
         return None
 
-    def learn_from(self, feedback: Feedback) -> None:
-        """Learn from a trial that the agent proposed; the others are the campaign's own."""
-        if not feedback.phase:
-            self.update_policy(feedback)
-
     async def _slot(self, unfinished: list[list[Trial]]) -> None:
         """One trial after another, until there is nothing left to try and nothing in flight to learn from."""
         env = self.env
@@ -153,7 +148,8 @@ class SearchAgent(Agent):
                 feedback = await trial
             finally:
                 self._in_flight -= 1
-            self.learn_from(feedback)
+            if not feedback.phase:  # a trial that the agent proposed; the others are the campaign's own
+                self.update_policy(feedback)
             # Wakes the slots that wait now; later ones wait for the next trial to end.
             self._landed.set()
             self._landed = asyncio.Event()

@@ -169,14 +169,20 @@ class Slots:
     async def acquire(self) -> Slot:
         """Wait for a free slot and take it."""
         if self._free:
-            return self._take(self._free.popleft())
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+            number = self._free.popleft()
+        else:
+            future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            try:
+                number = await future
+            except asyncio.CancelledError:
+                if future.done() and not future.cancelled():
+                    self._give_back(future.result())
+                raise
         try:
-            return self._take(await future)
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self._give_back(future.result())
+            return self._slots[number] or self._slot(number)
+        except BaseException:
+            self._give_back(number)
             raise
 
     def release(self, slot: Slot) -> None:
@@ -198,15 +204,6 @@ class Slots:
         while leases:
             leases.pop().close()
         return self._slot(slot.number)
-
-    def _take(self, number: int) -> Slot:
-        if slot := self._slots[number]:
-            return slot
-        try:
-            return self._slot(number)
-        except BaseException:
-            self._give_back(number)
-            raise
 
     def _slot(self, number: int) -> Slot:
         leases = self._leases[number]
@@ -255,26 +252,20 @@ class PortLease:
     @property
     def is_free(self) -> bool:
         """Whether a server could listen on it now."""
-        return _can_bind(socket.AF_INET, self.port) and (not socket.has_ipv6 or _can_bind(socket.AF_INET6, self.port))
+        for family in (socket.AF_INET, socket.AF_INET6):
+            try:
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    if family is socket.AF_INET6:
+                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    probe.bind(("", self.port))
+            except OSError as error:
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):  # other errors: the kernel has no IPv6
+                    return False
+        return True
 
     def close(self) -> None:
         """Let others have the port."""
         self._lock.close()
-
-
-def _can_bind(family: socket.AddressFamily, port: int) -> bool:
-    try:
-        probe = socket.socket(family, socket.SOCK_STREAM)
-    except OSError:  # The kernel has no IPv6.
-        return True
-    with probe:
-        try:
-            if family is socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            probe.bind(("", port))
-        except OSError as error:
-            return error.errno == errno.EADDRNOTAVAIL
-    return True
 
 
 def core_sets(cores: list[int], count: int) -> list[frozenset[int] | None]:

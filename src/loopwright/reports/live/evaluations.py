@@ -49,7 +49,9 @@ class Evaluations:
 
     @classmethod
     def read(cls, ledger: Ledger) -> "Evaluations":
-        """From the ledger."""
+        """From the ledger; empty unless an agent was trained."""
+        if not ledger.transaction.rows("SELECT 1 FROM sqlite_schema WHERE name = 'steps'"):
+            return cls()
         evals = list(steps(ledger, "eval"))
         seeds = dict.fromkeys(step.numbers.get("seed", 0) for step in evals)
         baselines = {seed: ledger.state(f"baseline {seed}") or () for seed in seeds}

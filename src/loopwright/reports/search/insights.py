@@ -21,6 +21,8 @@ _THINNED = 5000
 _BANDS = 5
 _FAILURE_ROWS = 15
 _STUDIED = 2000
+_LEAST = 12
+"""Fewer trials say nothing about importance."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,11 @@ class FailureRate:
 
 def important(digest: Digest) -> "tuple[list[Importance], list[Importance]]":
     """The parameters by importance for the first objective, and the five strongest interactions."""
+    trials = evenly((trial for trial in digest.ok if not trial.phase), _STUDIED)
+    if len(trials) < _LEAST:
+        return [], []
     from loopwright.selection.importance import importances  # numpy is heavy
 
-    trials = evenly((trial for trial in digest.ok if not trial.phase), _STUDIED)
     names = [name for name, is_varied in digest.varied.items() if is_varied]
     actions = [trial.action for trial in trials]
     # What the regime explains is not the parameters' doing.

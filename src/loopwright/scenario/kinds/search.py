@@ -23,7 +23,7 @@ from loopwright.reports.search.trajectory import TrajectoryFile
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.scenario.schema import EpisodeConfig
-from loopwright.selection.plan import ConfirmConfig, ConfirmPlan, plan
+from loopwright.selection.plan import LEAST_TRIALS, ConfirmConfig, ConfirmPlan, plan
 from loopwright.spaces.parameter import Fixed
 from loopwright.spaces.space import Draws, Noise, Space
 from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprint_of, workloads
@@ -230,7 +230,8 @@ class SearchRun(RunKind):
         if trials is None and self.confirm and space.enumerable:
             trials = int(space.grid_size * self.repeats / (1 - self._confirm_config.share))
         is_default = self.confirm is None and agent is not None and agent.confirms
-        if trials is None or agent is None or not (self.confirm or is_default):
+        # From the default share of a small budget no plan can be made.
+        if trials is None or agent is None or not (self.confirm or (is_default and trials >= LEAST_TRIALS)):
             return None
         return plan(
             self._confirm_config,
