@@ -204,3 +204,20 @@ def test_t15_a_body_that_does_not_arrive_is_not_waited_for():
             writer.close()
 
     run(story)
+
+
+def test_t15_routes_of_sessions_accept_small_bodies_only():
+    """Given bodies that would take a second to parse, opening and completing refuse them unparsed."""
+    large = b'{"run": [' + b"{}," * (LARGE_BYTES // 2) + b"{}]}"
+
+    async def story():
+        async with serve() as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open()
+            headers = {"authorization": f"Bearer {session.key}"}
+            for path in ("/sessions", "/sessions/mine", f"/sessions/{session.id}/complete"):
+                async with http.post(gateway.address + path, data=large, headers=headers) as response:
+                    assert response.status == 413, path
+                    assert "this route accepts" in (await response.json())["error"]["message"]
+            assert session.served.status == "open"
+
+    run(story)

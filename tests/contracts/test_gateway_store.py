@@ -204,7 +204,8 @@ def test_t04_a_turn_that_cannot_be_recorded_is_not_answered(tmp_path, monkeypatc
 
 def refusing(gateway, refuses=True):
     """Make every write of the store fail, as on a full or read-only disk."""
-    gateway.store._connection.execute(f"PRAGMA query_only = {int(refuses)}")
+    for connection in gateway.store.connections:
+        connection.execute(f"PRAGMA query_only = {int(refuses)}")
 
 
 @pytest.mark.parametrize("leaves", [False, True])

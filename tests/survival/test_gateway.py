@@ -127,16 +127,17 @@ def test_a_full_disk_refuses_calls_keeps_turns_and_recovers(tmp_path):
             async with client_of(session) as client, aiohttp.ClientSession() as http:
                 talk = client.chat.completions.create
                 await talk(model="m", messages=[user("before")])
-                connection = gateway.store._connection
-                (pages,) = connection.execute("PRAGMA page_count").fetchone()
-                connection.execute(f"PRAGMA max_page_count = {pages}")  # not a byte more, as on a full disk
+                for connection in gateway.store.connections:
+                    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+                    connection.execute(f"PRAGMA max_page_count = {pages}")  # not a byte more, as on a full disk
                 for number in range(3):
                     with pytest.raises(Exception, match="cannot be recorded"):
                         await talk(model="m", messages=[user(f"full {number} " + "x" * 200_000)])
                 with pytest.raises(StorageError):
                     await gateway.open("another", SessionConfig(run="x" * 200_000))
                 assert "another" not in gateway.sessions
-                connection.execute("PRAGMA max_page_count = 1073741823")
+                for connection in gateway.store.connections:
+                    connection.execute("PRAGMA max_page_count = 1073741823")
                 await talk(model="m", messages=[user("after")])
                 async with http.get(f"{gateway.address}/healthz") as answer:
                     assert answer.status == 200

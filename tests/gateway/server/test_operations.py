@@ -60,10 +60,12 @@ def test_health_covers_engine_and_store(tmp_path, caplog):
             assert b"gpu-box" not in answer, "no token is needed"
             del engine.check
             # Closed for writing, like a disk that is remounted read-only.
-            gateway.store._connection.execute("PRAGMA query_only = 1")
+            for connection in gateway.store.connections:
+                connection.execute("PRAGMA query_only = 1")
             status, answer = await got(gateway, "/healthz")
             assert (status, orjson.loads(answer)["failing"]) == (503, ["store"])
-            gateway.store._connection.execute("PRAGMA query_only = 0")
+            for connection in gateway.store.connections:
+                connection.execute("PRAGMA query_only = 0")
             assert (await got(gateway, "/healthz"))[0] == 200
             assert gateway.store.rows("SELECT * FROM sessions") == []
 

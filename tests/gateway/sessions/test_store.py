@@ -1,7 +1,8 @@
 """The store: rows of many calls in few statements, in an order that means the same."""
 
 import asyncio
-from contextlib import contextmanager
+import sqlite3
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_write_that_fails_is_told_to_all_that_it_was_written_with(tmp_path):
     async def story():
         with opened(tmp_path) as store:
             written = await asyncio.gather(
-                store.write([intent("s", 1)]), store.write([(NODE, ("s", None) + (0,) * 7)]), return_exceptions=True
+                store.write([intent("s", 1)]), store.write([(NODE, ("s", None, *[b""] * 7))]), return_exceptions=True
             )
             assert any(isinstance(each, StorageError) for each in written)
             kept = [("s", 1, 1.0, None, "exact")] if written[0] is None else []
@@ -85,6 +86,53 @@ def test_t04_a_write_goes_on_when_nobody_waits_any_more(tmp_path):
             waiting.cancel()
             await store.write([intent("t", 1)])
             assert [session for session, *_ in calls_of(store)] == ["s", "t"]
+
+    run(story)
+
+
+def test_t15_a_write_that_waits_for_another_writer_does_not_hold_the_event_loop(tmp_path):
+    """Given a user who has locked the file, the loop goes on, and the write is done when the lock is gone."""
+
+    async def story():
+        with opened(tmp_path) as store, closing(sqlite3.connect(store.path, isolation_level=None)) as user_shell:
+            user_shell.execute("BEGIN IMMEDIATE")
+            write = store.write([intent("s", 1)])
+            for _ in range(100):  # with a store that waits, the first one would take 10 s and fail
+                await asyncio.sleep(0.001)
+            assert not write.done()
+            later = store.write([intent("t", 1)])
+            user_shell.execute("ROLLBACK")
+            await asyncio.gather(write, later)
+            assert [session for session, *_ in calls_of(store)] == ["s", "t"]
+
+    run(story)
+
+
+def test_t04_small_and_large_writes_keep_their_order(tmp_path):
+    """Given a node that grows and shrinks, in writes of the event loop and of the thread, the last one counts."""
+    sizes = [1, 40_000, 2, 3, 50_000, 60_000, 4]
+
+    async def story():
+        with opened(tmp_path) as store:
+            writes = []
+            for size in sizes:
+                node = Node(0, user(f"{size}"), (7,) * size, (0.0,) * size)
+                writes.append(store.write([node_statement("s", 1, node, key_of(node.message))]))
+                await asyncio.sleep(0)
+            await asyncio.gather(*writes)
+            assert [len(node.ids) for node, _ in load_nodes(store.rows, "s")] == sizes[-1:]
+
+    run(story)
+
+
+def test_the_log_does_not_grow_without_bound(tmp_path):
+    async def story():
+        with opened(tmp_path) as store:
+            node = Node(0, user("x" * 100_000), (7,) * 1000, (0.0,) * 1000)
+            for number in range(600):
+                await store.write([node_statement(f"s{number}", 1, node, key_of(node.message))] * 3)
+            assert store.path.stat().st_size > 40_000_000
+            assert store.path.with_name("gateway.db-wal").stat().st_size < 120_000_000
 
     run(story)
 

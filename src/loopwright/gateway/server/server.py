@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from loopwright.core.config import explain
 from loopwright.core.outcome import Outcome
-from loopwright.gateway.dialects.base import parse_object
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.operations import Operations
 from loopwright.gateway.server.request_handler import RequestHandler, json_response
@@ -79,7 +78,8 @@ class Server:
         if id is not None and is_generated(id) and not is_admin:
             self._handler.session(request)  # or everyone who has seen its URL would get its key
         try:
-            config = SessionConfig.model_validate(parse_object(await request.read(), allow_empty=True))
+            body = await self._handler.read_small_object(request, allow_empty=True)
+            config = SessionConfig.model_validate(body)
         except ValidationError as error:
             key, message = next(explain(error, SessionConfig))
             raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
@@ -114,7 +114,7 @@ class Server:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._handler.owned_session(request)
-        body = parse_object(await request.read(), allow_empty=True)
+        body = await self._handler.read_small_object(request, allow_empty=True)
         outcome, reason = body.get("outcome", Outcome.OK), str(body.get("reason") or "")
         if outcome not in list(Outcome):
             raise Refusal(400, "invalid", f"outcome: one of {', '.join(Outcome)}", param="outcome", retry=False)

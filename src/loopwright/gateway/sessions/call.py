@@ -16,7 +16,6 @@ from loopwright.engines.base import BadSampling, ContextFull
 from loopwright.gateway.sessions.exactness import Exactness
 from loopwright.gateway.sessions.store import INTENT, RESULT, Statement, node_statement
 from loopwright.gateway.sessions.turn import Delta, Draft, Turn
-from loopwright.gateway.sessions.turn_options import TurnOptions
 
 if TYPE_CHECKING:
     from loopwright.gateway.sessions.served_session import ServedSession
@@ -44,11 +43,10 @@ class CallRecord:
     response: Mapping[str, Any] = field(default_factory=dict)
     """What a stored response needs to know of its request."""
 
-    def as_json(self, options: TurnOptions) -> str:
+    def as_json(self, options_json: str) -> str:
         """The options of a turn with this record, for the store; the dialect has a column of its own."""
         data = {name: value for name in _STORED if (value := getattr(self, name))}
-        stored = options.as_json()
-        return stored if not data else orjson.dumps({**orjson.loads(stored), "request": data}).decode()
+        return options_json if not data else orjson.dumps({**orjson.loads(options_json), "request": data}).decode()
 
     @classmethod
     def from_json(cls, dialect: str, stored: str) -> "CallRecord":
@@ -294,8 +292,12 @@ class SessionCall:
         for choice, draft in enumerate(self.drafts):
             verdict = draft.verdict
             call = (owner.id, draft.node, self.id, choice, self.digest, self.record.dialect)
-            prompt = (draft.sampling.model_dump_json(), draft.seed, now, verdict.kind, verdict.reason, verdict.token)
-            statements.append((INTENT, (*call, *prompt, self.record.as_json(draft.options))))
+            sampling, options, sampling_json, options_json = owner.latest_intent
+            if sampling is not draft.sampling or options is not draft.options:
+                sampling_json, options_json = draft.sampling.model_dump_json(), draft.options.as_json()
+                owner.latest_intent = draft.sampling, draft.options, sampling_json, options_json
+            prompt = (sampling_json, draft.seed, now, verdict.kind, verdict.reason, verdict.token)
+            statements.append((INTENT, (*call, *prompt, self.record.as_json(options_json))))
         return statements
 
     def _results(self) -> list[Statement]:

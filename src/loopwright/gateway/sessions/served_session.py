@@ -107,6 +107,8 @@ class ServedSession:
         self.history = SessionHistory(self)
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling, Mapping[str, str]]
         self._pinned = None, (), config.defaults, {}
+        self.latest_intent: tuple[Sampling | None, TurnOptions | None, str, str] = None, None, "", ""
+        """The sampling and the options of the latest turn, and both as JSON: mostly those of the next one, too."""
         self.dialects: dict[str, Dialect] = {}
         """The dialects that its agent uses, by path."""
         self._saved_nodes, self._saved_status = 1, ""

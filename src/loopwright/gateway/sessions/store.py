@@ -1,17 +1,23 @@
 """The store: sessions, their nodes and their calls, on disk before a client sees them.
 
-One thread writes, off the event loop; all waiting writes are committed together. It is a SQLite file, like a ledger.
+It is a SQLite file, like a ledger. All waiting writes are committed together. The event loop commits small ones itself:
+that takes less time than to wake a thread and to be woken by it. A thread commits large ones, makes the checkpoints,
+which wait for the disk, and commits everything while the disk is slow.
 """
 
 import asyncio
 import fcntl
 import json
+import math
 import os
 import queue
+import sqlite3
 import struct
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -23,6 +29,7 @@ from loopwright.core.episode import Node, Span
 from loopwright.core.errors import LedgerError, OutputBusy, storage
 from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of
+from loopwright.ledger.file_system import journal_mode
 from loopwright.ledger.sqlite import Transaction, connect, explained
 
 VERSION = 4
@@ -70,6 +77,7 @@ _MAX_ROWS = 32
 """Rows of one statement."""
 
 Statement = tuple[str, tuple[Any, ...]]
+_Write = tuple[Sequence[Statement], asyncio.Future[None]]
 Query = Callable[[str, tuple[Any, ...]], list[Any]]
 """Runs a query; returns its rows."""
 
@@ -80,6 +88,14 @@ PROBE: Sequence[Statement] = (
 """Changes nothing, but shows whether the store can be written."""
 _PAGES_BYTES = 2**16
 """What a write takes besides its data."""
+_ROW_BYTES, _ID_BYTES = 2**13, 4
+"""About what a row takes in the log: two pages, and for each byte of its token ids as much for logprobs and text."""
+_MAX_QUICK_BYTES = 2**19
+"""What the event loop commits at once, at most; it takes about a millisecond."""
+_SLOW_S, _REST_S = 0.01, 1.0
+"""After a commit that took this long, the thread commits everything for a while."""
+_CHECKPOINT_BYTES = 2**24
+"""All calls wait for a checkpoint, so it is rare."""
 
 
 class DiskStore:
@@ -93,8 +109,7 @@ class DiskStore:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with explained(self.path):
             self._connection = connect(self.path, "NORMAL")
-            # A checkpoint waits for the disk, and all calls wait for the checkpoint: so they are rare (16 MB).
-            self._connection.execute("PRAGMA wal_autocheckpoint = 4096")
+            self._connection.execute("PRAGMA wal_autocheckpoint = 0")
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
             if version in _UPGRADES:
                 upgrade = f"{_UPGRADES[version]} PRAGMA user_version = {VERSION};"
@@ -103,11 +118,22 @@ class DiskStore:
                 raise LedgerError(
                     f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
                 )
+            quick_connection = connect(self.path, "NORMAL")
+            # The event loop does not wait for others that write, such as a user's `sqlite3`.
+            quick_connection.executescript("PRAGMA wal_autocheckpoint = 0; PRAGMA busy_timeout = 0;")
+        self.connections = (quick_connection, self._connection)
+        """That of the event loop, and that of the thread."""
         self._transaction = Transaction(self.path, self._connection)
+        self._quick_transaction = Transaction(self.path, quick_connection)
         self._failed_bytes = 0
         """The size of the last write, if it failed for want of disk or for another reason."""
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[tuple[Sequence[Statement], asyncio.Future[None]] | None] = queue.SimpleQueue()
+        self._waiting: list[_Write] = []
+        """Writes of this iteration of the event loop."""
+        self._thread_batches = self._log_bytes = 0
+        # Without the log, on a network file system, every commit waits for the disk.
+        self._quick_after_s = -math.inf if journal_mode(self.path) == "WAL" else math.inf
+        self._queue: queue.SimpleQueue[Sequence[_Write] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
         self._thread.start()
 
@@ -117,7 +143,9 @@ class DiskStore:
         Cancelling the future does not cancel the write.
         """
         done = self._loop.create_future()
-        self._queue.put((statements, done))
+        if not self._waiting:
+            self._loop.call_soon(self._write_waiting)
+        self._waiting.append((statements, done))
         return done
 
     async def check(self) -> None:
@@ -141,30 +169,67 @@ class DiskStore:
         return self._transaction.rows(query, values)
 
     def close(self) -> None:
-        """Write what is in the queue, and close the file."""
+        """Write what waits, and close the file."""
+        self._write_waiting()
         self._queue.put(None)
         self._thread.join()
-        self._connection.close()
+        for connection in self.connections:
+            connection.close()
         os.close(self._lock)
 
     @property
     def queue_length(self) -> int:
         """How many writes are waiting."""
-        return self._queue.qsize()
+        return len(self._waiting) + self._queue.qsize()
+
+    def _write_waiting(self) -> None:
+        """Commit what waits, or hand it to the thread."""
+        jobs, self._waiting = self._waiting, []
+        size = sum(
+            _ROW_BYTES + (_ID_BYTES * len(values[5]) if query is NODE else 0)
+            for statements, _ in jobs
+            for query, values in statements
+        )
+        self._log_bytes += size
+        start_s = time.perf_counter()
+        is_quick = size <= _MAX_QUICK_BYTES and start_s >= self._quick_after_s
+        if is_quick and not self._thread_batches and not self._failed_bytes:
+            try:
+                self._commit(self._quick_transaction, jobs)
+            except Exception:  # noqa: BLE001  the thread tries again, and reports it
+                self._hand_over(jobs)
+            else:
+                _resolve([done for _, done in jobs])
+                if (end_s := time.perf_counter()) - start_s > _SLOW_S:
+                    self._quick_after_s = max(self._quick_after_s, end_s + _REST_S)
+        else:
+            self._hand_over(jobs)
+        if self._log_bytes >= _CHECKPOINT_BYTES:
+            self._log_bytes = 0
+            self._hand_over(())
+
+    def _hand_over(self, jobs: Sequence[_Write]) -> None:
+        """Let the thread commit them; without any, it makes a checkpoint."""
+        self._thread_batches += 1
+        self._queue.put(jobs)
+
+    def _commit(self, transaction: Transaction, jobs: Sequence[_Write]) -> None:
+        with transaction as connection:
+            groups = jobs[0][0] if len(jobs) == 1 else _group([each for statements, _ in jobs for each in statements])
+            for query, values in groups:
+                connection.execute(query, values)
 
     def _work(self) -> None:
         more = True
         while more:
-            batch = [self._queue.get()]
+            batches = [self._queue.get()]
             while not self._queue.empty():
-                batch.append(self._queue.get())
-            more = None not in batch
-            jobs = [job for job in batch if job is not None]
+                batches.append(self._queue.get())
+            more = None not in batches
+            jobs = [job for batch in batches if batch is not None for job in batch]
             failure: Exception | None = None
             try:
-                with self._transaction as connection:
-                    for query, values in _group([each for statements, _ in jobs for each in statements]):
-                        connection.execute(query, values)
+                self._commit(self._transaction, jobs)
             except Exception as error:  # noqa: BLE001  raised to those who await the writes
                 failure = error
             if failure is not None or self._failed_bytes:
@@ -172,11 +237,18 @@ class DiskStore:
                 size = sum(len(value) for values in rows for value in values if isinstance(value, str | bytes))
                 if size or failure is not None:
                     self._failed_bytes = size if failure is not None else 0
+            if () in batches:
+                with suppress(sqlite3.Error):  # the next one makes up for it
+                    self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             # Once for all of them: waking the event loop costs more than resolving a future.
-            self._loop.call_soon_threadsafe(_resolve, [done for _, done in jobs], failure)
+            self._loop.call_soon_threadsafe(self._finish, len(batches), [done for _, done in jobs], failure)
+
+    def _finish(self, batches: int, futures: Sequence[asyncio.Future[None]], failure: Exception | None) -> None:
+        self._thread_batches -= batches
+        _resolve(futures, failure)
 
 
-def _resolve(futures: Sequence[asyncio.Future[None]], failure: Exception | None) -> None:
+def _resolve(futures: Sequence[asyncio.Future[None]], failure: Exception | None = None) -> None:
     for future in futures:
         if future.done():  # no longer awaited
             continue
