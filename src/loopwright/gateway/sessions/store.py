@@ -29,7 +29,6 @@ from loopwright.core.episode import Node, Span
 from loopwright.core.errors import LedgerError, OutputBusy, storage
 from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of
-from loopwright.ledger.file_system import journal_mode
 from loopwright.ledger.sqlite import Transaction, connect, explained
 
 VERSION = 4
@@ -132,7 +131,8 @@ class DiskStore:
         """Writes of this iteration of the event loop."""
         self._thread_batches = self._log_bytes = 0
         # Without the log, on a network file system, every commit waits for the disk.
-        self._quick_after_s = -math.inf if journal_mode(self.path) == "WAL" else math.inf
+        (journal,) = self._connection.execute("PRAGMA journal_mode").fetchone()
+        self._quick_after_s = -math.inf if journal == "wal" else math.inf
         self._queue: queue.SimpleQueue[Sequence[_Write] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
         self._thread.start()
