@@ -13,7 +13,7 @@ import orjson
 from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Phase, Result, Trial
 from loopwright.ledger.ledger import Ledger
 
 SPACE = {
@@ -46,18 +46,20 @@ class FakeRun:
         metrics: Mapping[str, float] | None = None,
         usage: Mapping[str, float] | None = None,
         cached_from: str | None = None,
+        phase: Phase = "",
     ) -> Trial:
-        trial = self.start(action, regime=regime, group=group, repeat=repeat)
+        trial = self.start(action, regime=regime, group=group, repeat=repeat, phase=phase)
         reward = Reward(rewards[0], {}, rewards[1:]) if rewards else None
         return self.ledger.commit(
             trial, Result(outcome, metrics or {}, reason, fault, usage or {}, cached_from, reward)
         )
 
-    def start(self, action, *, regime=None, group=None, repeat=0) -> Trial:
+    def start(self, action, *, regime=None, group=None, repeat=0, phase: Phase = "") -> Trial:
         self.number += 1
         key = key_of(action, regime or {}, "fingerprint", repeat)
         trial = Trial(
             number=self.number,
+            phase=phase,
             action=action,
             key=key,
             group=group or self.number,

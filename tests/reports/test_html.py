@@ -87,6 +87,29 @@ def test_several_objectives_give_a_front(begin, tmp_path):
     assert "data-chart='front'" in page(tmp_path)
 
 
+def test_a_confirmed_front_stands_beside_its_baseline(begin, tmp_path):
+    run = begin(objectives=["mb_per_s", "−ttft_s"])
+    for tile, speed, wait in ((8, 100_000.5, 3.0), (16, 200_000.5, 2.0)):
+        run.add({"tile": tile}, speed, -wait)
+    for tile, speed, wait in ((8, 100_000.5, 3.0), (16, 200_000.5, 2.0)) * 2:
+        run.add({"tile": tile}, speed, -wait, phase="confirm")
+
+    text = words(tmp_path)
+
+    assert "200 000 MB/s 200 000 to 200 000, 2 measurements 2 s" in text
+    assert "3 s 3 to 3, 2 measurements 8 the baseline: trials 3, 5" in text
+
+
+def test_a_trial_that_was_stopped_early_has_not_failed(begin, tmp_path):
+    run = begin()
+    for reward in (1.0, 2.0):
+        run.add({"tile": 8}, reward)
+    run.add({"tile": 16}, outcome=Outcome.STOPPED, reason="asha: loss = 3 at step 9")
+
+    assert "stopped early" in words(tmp_path)
+    assert "<i class='tick'></i>failed" not in page(tmp_path)
+
+
 @pytest.mark.parametrize("conditions", [False, True])
 def test_regimes_give_one_action_for_all_or_one_for_each(begin, tmp_path, conditions):
     run = begin(parameters={"tile": [8, 16], "load": ["low", "high"]}, conditions_on_regime=conditions)

@@ -104,13 +104,16 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     first = (*objectives, Objective("reward"))[0]
     candidates = best.by_regime if by_regime else best.front
     lines = [f"{counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials"]
-    for candidate in candidates[:_MAX_CANDIDATES]:
+    shown = [(title(candidate), candidate) for candidate in candidates[:_MAX_CANDIDATES]]
+    if len(objectives) > 1 and not by_regime and best.baseline is not None and best.baseline not in best.front:
+        shown.append(("the baseline", best.baseline))
+    for name, candidate in shown:
         under = f"   under {_pairs(candidate.regimes[0])}" if by_regime else ""
         values = zip(objectives, candidate.objectives, candidate.intervals, strict=True)
         reward = {
             o.name: f"{o.value(value):.6g} ({o.evidence(bounds, candidate.count)})" for o, value, bounds in values
         }
-        lines.append(f"{title(candidate)}  {_pairs(reward, ' = ')}   with   {_pairs(candidate.action)}{under}")
+        lines.append(f"{name}  {_pairs(reward, ' = ')}   with   {_pairs(candidate.action)}{under}")
     if len(candidates) > _MAX_CANDIDATES:
         lines.append(f"and {len(candidates) - _MAX_CANDIDATES} more, in best.toml")
     if not by_regime:

@@ -36,8 +36,9 @@ def number(value: Any, digits: int = 5) -> str:
         return "–" if value is None else short(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    whole = f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.{digits}g}"
-    return whole.replace(",", "\u202f").replace("-", "−")
+    is_whole = abs(value) < 1e15 and (value == int(value) or abs(value) >= 10**digits)
+    text = f"{value:,.0f}" if is_whole else f"{value:.{digits}g}"
+    return text.replace(",", "\u202f").replace("-", "−")
 
 
 def ends(low: float, high: float) -> str:
@@ -60,14 +61,17 @@ def spread(value: float, deviation: float, name: str) -> str:
 
 
 def unit_of(name: str) -> str:
-    """The unit in a metric's name: `ttft_s` is in seconds, and so is its negative; `tokens_per_s` are `/s`."""
+    """The unit in a metric's name: `ttft_s` and its negative are in seconds; `mb_per_s` is MB/s, `tokens_per_s` /s."""
     bare = name.removeprefix("−").lower()
     if not bare.isidentifier():
         # An expression: the unit of its last name is not the unit of the whole.
         return ""
     head, _, last = bare.rpartition("_")
     unit = _UNITS.get(last, "")
-    return f"/{unit}" if unit and head.endswith("_per") else unit
+    if unit and head.endswith("_per"):
+        counted_unit = _UNITS.get(head.removesuffix("_per").rpartition("_")[2], "")
+        return f"{counted_unit}/{unit}"
+    return unit
 
 
 def exact(value: Any) -> str:

@@ -164,7 +164,9 @@ def _marks(digest: Digest, chart: Mapping[str, Any]) -> list[tuple[str, str]]:
     if any(floor is not None for floor in chart["floors"]):
         marks.append(("low", "beyond the axis"))
     if chart["failed"]:
-        marks.append(("tick", "failed"))
+        outcomes = {outcome for _, outcome, _ in chart["failed"]}
+        words = [*(["failed"] if outcomes - {"stopped"} else []), *(["stopped early"] if "stopped" in outcomes else [])]
+        marks.append(("tick", " or ".join(words)))
     return marks
 
 
@@ -176,7 +178,7 @@ def _not_drawn(digest: Digest, chart: Mapping[str, Any]) -> str:
             f"{number(DRAWN)}: all that set a record, the best, and an even share of the rest. The line is exact."
         )
     if len(chart["failed"]) < failed:
-        notes.append(f"{number(len(chart['failed']))} of {number(failed)} failed trials have a tick.")
+        notes.append(f"{number(len(chart['failed']))} of {number(failed)} other trials have a tick.")
     return " ".join(notes)
 
 
