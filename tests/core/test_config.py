@@ -34,7 +34,7 @@ def test_a_nested_typo_names_the_keys_of_its_table():
 
 def test_every_problem_is_listed():
     assert problems_of(inner={"seconds": "soon"}, extra=1) == [
-        ("inner.seconds", "input should be a valid number, unable to parse string as a number, not 'soon'"),
+        ("inner.seconds", "must be a number, not 'soon'"),
         ("name", "is missing"),
         ("", "unknown key 'extra'. Known: inner, name."),
     ]

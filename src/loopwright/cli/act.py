@@ -12,10 +12,12 @@ from loopwright.agents.rl.policy import PolicyError, act
 def command(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="The `policy` folder of a run.")],
     *,
-    regime: Annotated[list[str], typer.Option("--regime", help="A drawn parameter, NAME=VALUE; may be repeated.")] = [],  # noqa: B006
+    regime: Annotated[
+        list[str], typer.Option("--regime", metavar="NAME=VALUE", help="A drawn parameter; may be repeated.")
+    ] = [],  # noqa: B006
     observation: Annotated[
         str | None,
-        typer.Option("--observation", help="The observation of a live policy, as JSON."),
+        typer.Option("--observation", metavar="JSON", help="The observation of a live policy, as JSON."),
     ] = None,
 ) -> None:
     """Apply a trained policy. Prints the action as JSON."""

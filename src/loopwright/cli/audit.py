@@ -38,7 +38,12 @@ def command(
     run: RunOption = None,
     engine: Annotated[
         str | None,
-        typer.Option("--engine", "-e", help="The model: smollm2, tiny, or a directory. The run's own by default."),
+        typer.Option(
+            "--engine",
+            "-e",
+            metavar="ENGINE",
+            help="The model: smollm2, tiny, or a directory. The run's own by default.",
+        ),
     ] = None,
     weights: Annotated[
         list[str] | None,
@@ -49,7 +54,7 @@ def command(
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="The largest difference of a logprob.")
+        float, typer.Option("--tolerance", metavar="NUMBER", min=0.0, help="The largest difference of a logprob.")
     ] = 1e-3,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON object per turn, then the summary.")] = False,
 ) -> None:

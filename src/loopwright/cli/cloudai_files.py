@@ -18,7 +18,8 @@ Files = Annotated[
 ]
 CloudAi = Annotated[bool, typer.Option("--cloudai", help="Read CloudAI's files: SYSTEM.toml TESTS_DIR SCENARIO.toml.")]
 HookDir = Annotated[
-    Path | None, typer.Option("--hook-dir", help="With --cloudai: the directory of hooks; by default conf/hook.")
+    Path | None,
+    typer.Option("--hook-dir", metavar="DIR", help="With --cloudai: the directory of hooks; by default conf/hook."),
 ]
 SingleSbatch = Annotated[
     bool, typer.Option("--single-sbatch", help="With --cloudai: run all tests inside one Slurm job.")

@@ -21,7 +21,7 @@ def _group() -> None:
 @app.command("cloudai")
 def cloudai(
     files: Annotated[list[Path], typer.Argument(metavar="SYSTEM TESTS_DIR SCENARIO", help="CloudAI's files.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The scenario to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The scenario to write.")],
     *,
     hook_dir: HookDir = None,
     single_sbatch: SingleSbatch = False,

@@ -49,7 +49,9 @@ class Finding:
 
 
 def command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory that results will go to.")] = Path(),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The directory that results will go to.")
+    ] = Path(),
     *,
     need: Annotated[
         list[str] | None, typer.Option("--need", metavar="NAME", help="A line that must be green, such as slurm.")

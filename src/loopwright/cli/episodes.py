@@ -21,9 +21,15 @@ def command(
     output: OutputArgument,
     *,
     run: RunOption = None,
-    worst: Annotated[int | None, typer.Option("--worst", min=1, help="This many with the lowest rewards.")] = None,
-    best: Annotated[int | None, typer.Option("--best", min=1, help="This many with the highest rewards.")] = None,
-    trial: Annotated[int | None, typer.Option("--trial", min=1, help="The rollout with this number.")] = None,
+    worst: Annotated[
+        int | None, typer.Option("--worst", metavar="N", min=1, help="This many with the lowest rewards.")
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option("--best", metavar="N", min=1, help="This many with the highest rewards.")
+    ] = None,
+    trial: Annotated[
+        int | None, typer.Option("--trial", metavar="N", min=1, help="The rollout with this number.")
+    ] = None,
     group: GroupOption = None,
     task: TaskOption = None,
     faults: Annotated[bool, typer.Option("--faults", help="Rollouts that failed, the latest first.")] = False,

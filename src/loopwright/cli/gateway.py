@@ -37,45 +37,60 @@ def _gateway() -> None:
 def serve(
     *,
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", "-e", help=f"{_ENGINE}; repeat it to share sessions among several.")
+        list[str] | None,
+        typer.Option("--engine", "-e", metavar="ENGINE", help=f"{_ENGINE}; repeat it to share sessions among several."),
     ] = None,
     relay: Annotated[
         bool, typer.Option("--relay", help="Use the engines that connect with `loopwright gateway worker`.")
     ] = False,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
+        str | None, typer.Option("--tokenizer", metavar="NAME", help="A directory, a name on the hub, or `bytes`.")
     ] = None,
     port: Annotated[
         int,
-        typer.Option("--port", "-p", envvar="REMOTE_GATEWAY_PORT", help="The port to listen at; 0 for any free one."),
+        typer.Option(
+            "--port",
+            "-p",
+            metavar="PORT",
+            envvar="REMOTE_GATEWAY_PORT",
+            help="The port to listen at; 0 for any free one.",
+        ),
     ] = 8400,
     host: Annotated[
         str,
         typer.Option(
             "--host",
+            metavar="ADDRESS",
             envvar="REMOTE_GATEWAY_HOST",
             help="Where to listen; by default only for this machine.",
         ),
     ] = "127.0.0.1",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where sessions are stored; without it they end with the process."),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Where sessions are stored; without it they end with the process."
+        ),
     ] = None,
-    advertise: Annotated[str | None, typer.Option("--advertise", help="The URL for agents.")] = None,
+    advertise: Annotated[str | None, typer.Option("--advertise", metavar="URL", help="The URL for agents.")] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", help="The token to open sessions, read all of them, and connect workers."),
+        typer.Option(
+            "--token-file", metavar="FILE", help="The token to open sessions, read all of them, and connect workers."
+        ),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let other machines open sessions without a token.")] = False,
     access_log: Annotated[
         str | None,
-        typer.Option("--access-log", help="A file for one line of JSON per request; `-` for standard output."),
+        typer.Option(
+            "--access-log", metavar="FILE", help="A file for one line of JSON per request; `-` for standard output."
+        ),
     ] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include messages in the access log.")] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
+            metavar="NAME=VALUE",
             help="NAME=VALUE for the gateway, engine.NAME=VALUE for its engines, or fleet.NAME=VALUE for a fleet of "
             "engines or workers; VALUE is JSON or text.",
         ),
@@ -119,19 +134,24 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
 
 @app.command("worker")
 def worker(
-    connect: Annotated[str, typer.Option("--connect", "-c", help="The gateway, as ws://gateway:8400/ws/worker.")],
-    engine: Annotated[str, typer.Option("--engine", "-e", help=f"{_ENGINE}.")],
-    token_file: Annotated[Path, typer.Option("--token-file", help="The gateway's token.")],
+    connect: Annotated[
+        str, typer.Option("--connect", "-c", metavar="URL", help="The gateway, as ws://gateway:8400/ws/worker.")
+    ],
+    engine: Annotated[str, typer.Option("--engine", "-e", metavar="ENGINE", help=f"{_ENGINE}.")],
+    token_file: Annotated[Path, typer.Option("--token-file", metavar="FILE", help="The gateway's token.")],
     *,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
+        str | None, typer.Option("--tokenizer", metavar="NAME", help="A directory, a name on the hub, or `bytes`.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="Its name at the gateway; keep it across restarts.")
+        str | None, typer.Option("--name", metavar="NAME", help="Its name at the gateway; keep it across restarts.")
     ] = None,
-    drain_s: Annotated[float, typer.Option("--drain-s", help="Seconds for streams to end after Ctrl-C.")] = 30.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", metavar="SECONDS", help="Seconds for streams to end after Ctrl-C.")
+    ] = 30.0,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="engine.NAME=VALUE for the engine; VALUE is JSON or text.")
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="engine.NAME=VALUE for the engine; VALUE is JSON or text."),
     ] = None,
 ) -> None:
     """Serve an engine at a gateway that runs with --relay, until Ctrl-C; twice stops it at once."""

@@ -41,7 +41,7 @@ _REGISTRIES: dict[Family, tuple[Registry[Any], ...]] = {
 }
 
 
-def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> None:
+def command(family: Annotated[Family, typer.Argument(metavar="WHAT", help=f"One of {', '.join(Family)}.")]) -> None:
     """List what a scenario can name: agents, workloads, rewards; task sources, agent loops, judgers and engines."""
     table = Table(box=None, padding=(0, 2), show_header=False)
     for registry in _REGISTRIES[family]:

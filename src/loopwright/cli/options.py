@@ -10,11 +10,11 @@ import typer
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output directory of an earlier run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Write one JSON object per trial and event, for scripts.")]
-RunOption = Annotated[
-    str | None, typer.Option("--run", metavar="NAME", help="Which run, if several of them have rollouts.")
-]
+RunOption = Annotated[str | None, typer.Option("--run", metavar="NAME", help="Which run, if there are several.")]
 
-GroupOption = Annotated[int | None, typer.Option("--group", min=1, help="Only the rollouts of this group.")]
+GroupOption = Annotated[
+    int | None, typer.Option("--group", metavar="N", min=1, help="Only the rollouts of this group.")
+]
 TaskOption = Annotated[str | None, typer.Option("--task", metavar="ID", help="Only the rollouts of this task.")]
 
 

@@ -24,10 +24,12 @@ def command(
     agents: Annotated[
         str, typer.Option("--agents", "-a", metavar="NAMES", help="The agents, separated by commas.")
     ] = "tpe,random",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How often each agent searches.")] = 20,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", min=1, help="How often each agent searches.")] = 20,
     trials: Annotated[
         int | None,
-        typer.Option("--trials", min=1, help=f"The budget of each; by default as recorded, up to {_MAX_TRIALS}."),
+        typer.Option(
+            "--trials", metavar="N", min=1, help=f"The budget of each; by default as recorded, up to {_MAX_TRIALS}."
+        ),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Which run, if there are several.")] = None,
     page: Annotated[

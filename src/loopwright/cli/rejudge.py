@@ -25,7 +25,10 @@ from loopwright.scenario.dispatch import hold
 def command(
     output: OutputArgument,
     judger: Annotated[
-        Path, typer.Option("--judger", "-j", help="A TOML file with a judger, at the top level or in a [judger] table.")
+        Path,
+        typer.Option(
+            "--judger", "-j", metavar="FILE", help="A TOML file with a judger, at the top level or in a [judger] table."
+        ),
     ],
     *,
     run: RunOption = None,

@@ -19,7 +19,10 @@ def command(
     output: OutputArgument,
     *,
     again: Annotated[
-        int, typer.Option("--again", "-n", min=1, help="How many measurements of each, under each of its regimes.")
+        int,
+        typer.Option(
+            "--again", "-n", metavar="N", min=1, help="How many measurements of each, under each of its regimes."
+        ),
     ] = 5,
     run: Annotated[
         str | None, typer.Option("--run", metavar="NAME", help="Which run; by default every search.")

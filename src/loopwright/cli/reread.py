@@ -29,7 +29,8 @@ def command(
     *,
     run: RunOption = None,
     scenario: Annotated[
-        Path | None, typer.Option("--scenario", "-s", help="The corrected scenario; by default the one of the run.")
+        Path | None,
+        typer.Option("--scenario", "-s", metavar="FILE", help="The corrected scenario; by default the one of the run."),
     ] = None,
     overrides: Overrides = None,
     write: Annotated[

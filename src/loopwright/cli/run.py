@@ -16,7 +16,7 @@ def command(
     scenario: Files,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The directory for results; created if it does not exist."),
+        typer.Option("--output", "-o", metavar="DIR", help="The directory for results; created if it does not exist."),
     ] = None,
     *,
     overrides: Overrides = None,

@@ -17,11 +17,19 @@ def command(
         str, typer.Argument(metavar="ENVIRONMENT", help="`module:Class`, or `gymnasium:ID` for a registered one.")
     ],
     address: Annotated[
-        str, typer.Option("--address", "-a", help="Where to listen: unix:///path/to.sock or tcp://host:port.")
+        str,
+        typer.Option(
+            "--address", "-a", metavar="ADDRESS", help="Where to listen: unix:///path/to.sock or tcp://host:port."
+        ),
     ],
     *,
     arg: Annotated[
-        list[str] | None, typer.Option("--arg", help="NAME=VALUE for its construction; VALUE is JSON, or else text.")
+        list[str] | None,
+        typer.Option(
+            "--arg",
+            metavar="NAME=VALUE",
+            help="An argument of its constructor; VALUE is JSON or text. May be repeated.",
+        ),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let other machines connect, without a password.")] = False,
 ) -> None:

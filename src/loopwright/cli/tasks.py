@@ -31,11 +31,16 @@ def scan(
     *,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the good ones as a dataset: tasks.parquet or tasks.jsonl."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the good ones as a dataset: tasks.parquet or tasks.jsonl."
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Their data_source; by default the directory's.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Their data_source; by default the directory's.")
+    ] = None,
     split: Annotated[
-        str | None, typer.Option("--split", help="`train`, `validation`; by default as the directory's name says.")
+        str | None,
+        typer.Option("--split", metavar="NAME", help="`train`, `validation`; by default as the directory's name says."),
     ] = None,
     check: Annotated[
         bool,
@@ -43,8 +48,12 @@ def scan(
             "--check", help="Run the tests on the initial state, on what solution/solve.sh does, and on some tricks."
         ),
     ] = False,
-    sandbox: Annotated[str, typer.Option("--sandbox", help="For --check: none, bwrap or docker.")] = "none",
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="For --check: how many tasks at a time.")] = 4,
+    sandbox: Annotated[
+        str, typer.Option("--sandbox", metavar="NAME", help="For --check: none, bwrap or docker.")
+    ] = "none",
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", metavar="N", min=1, help="For --check: how many tasks at a time.")
+    ] = 4,
 ) -> None:
     """List the tasks, and everything that is wrong with them. Exit code 2 if something is."""
     if output is not None and output.suffix not in _SUFFIXES:

@@ -31,31 +31,52 @@ def _trials() -> None:
 @app.command("serve")
 def serve(
     *,
-    port: Annotated[int, typer.Option("--port", "-p", help="The port to listen on; 0 for any free one.")] = 8500,
+    port: Annotated[
+        int, typer.Option("--port", "-p", metavar="PORT", help="The port to listen on; 0 for any free one.")
+    ] = 8500,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen on; by default only this machine can connect.")
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="The address to listen on; by default only this machine can connect."
+        ),
     ] = "127.0.0.1",
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where trials are stored, so that a restart loses none.")
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="Where trials are stored, so that a restart loses none."),
     ] = Path("out/trials"),
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", help="Clients with this token may run commands here; by default OUTPUT/token."),
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="Clients with this token may run commands here; by default OUTPUT/token.",
+        ),
     ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-j", help="How many trials run at a time.")] = 4,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-j", metavar="N", help="How many trials run at a time.")
+    ] = 4,
     home: Annotated[
-        Path, typer.Option("--home", help="The directory that a loop's paths are relative to, {home} in its command.")
+        Path,
+        typer.Option(
+            "--home", metavar="DIR", help="The directory that a loop's paths are relative to, {home} in its command."
+        ),
     ] = Path(),
     engine: Annotated[
         str | None,
-        typer.Option("--engine", "-e", help="An engine for trials without a gateway, as for `gateway serve`."),
+        typer.Option(
+            "--engine", "-e", metavar="ENGINE", help="An engine for trials without a gateway, as for `gateway serve`."
+        ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
+        str | None, typer.Option("--tokenizer", metavar="NAME", help="A directory, a name on the hub, or `bytes`.")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE: queue, body, artifacts, keep_s, or engine.NAME; JSON or text."),
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="NAME=VALUE: queue, body, artifacts, keep_s, or engine.NAME; JSON or text.",
+        ),
     ] = None,
 ) -> None:
     """Run trials until Ctrl-C, for runs with `loop = { type = "remote", server = "http://…" }`."""

@@ -11,7 +11,7 @@ from loopwright.core.errors import ScenarioError
 
 
 def command(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenarios, or directories of them.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Scenarios, or directories of them.")],
     *,
     overrides: Overrides = None,
     cloudai: CloudAi = False,

@@ -25,6 +25,19 @@ _TAG = re.compile(r"tuple\[|literal\[|constrained-|(str|function-)$")
 """What pydantic, not the user, puts into a location: the branch of a union that was tried."""
 FUNCTION = r"^[\w.]+:[\w.]+$"
 """The pattern of `module:function`."""
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+"""The pattern of a name that is also the name of a directory."""
+_REQUIREMENTS = {
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+}
+"""What a value must be, by pydantic's type of error, where its own words are those of a parser."""
 
 
 C = TypeVar("C", bound="Config")
@@ -82,10 +95,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[st
                 yield where, f"must have at least {facts['min_length']} of them, not {facts['actual_length']}"
             case "string_pattern_mismatch" if facts["pattern"] == FUNCTION:
                 yield where, f"write it as module:function, not {value!r}"
+            case "string_pattern_mismatch" if facts["pattern"] == NAME:
+                rule = "letters, digits, `_`, `.` and `-`; it starts with a letter, a digit or `_`"
+                yield where, f"{value!r} is not a name of {rule}"
             case "model_type":
                 yield where, f"must be a table, not {value!r}"
+            case kind if kind in _REQUIREMENTS:
+                yield where, f"must be {_REQUIREMENTS[kind]}, not {value!r}"
             case kind:
-                message = detail["msg"].removeprefix("Value error, ")
+                message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
                 suffix = "" if isinstance(value, (dict, list)) or kind == "value_error" else f", not {value!r}"
                 yield where, f"{message[0].lower()}{message[1:]}{suffix}"
 

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
-from loopwright.core.config import Config
+from loopwright.core.config import NAME, Config
 from loopwright.core.reward import Penalties, RewardFunction
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.failures import FailConfig
@@ -32,7 +32,7 @@ _RESERVED_NAMES = {"report.html", "scenario.toml", "campaign.json", "cache.db", 
 class RunBasics(Config):
     """The plain keys of a run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
+    name: str = Field(pattern=NAME, max_length=100)
     """The run's name, which is also the name of its folder."""
     repeats: int = Field(default=1, ge=1)
     """How often each proposal is measured; the agent learns the mean."""
