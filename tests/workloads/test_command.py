@@ -139,6 +139,11 @@ def test_resource_usage_can_be_a_metric(site):
     assert run(site, config, {})[0].metrics["wall"] > 0
 
 
+def test_peak_memory_of_a_small_program_is_a_metric(site):
+    config = CommandConfig(command="true", metrics={"memory": {"resource": "max_rss_bytes"}})
+    assert 100_000 < run(site, config, {})[0].metrics["memory"] < 8_000_000
+
+
 def test_all_missing_metrics_are_named(site):
     config = CommandConfig(command="echo y=1", metrics={**Y, "z": {"regex": "z=(.)"}, "w": {"file": "w", "json": "/w"}})
     (result,) = run(site, config, {})

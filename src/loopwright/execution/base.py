@@ -72,6 +72,8 @@ class Command:
     """GPUs per node."""
     once: bool = False
     """Whether it is started once, on the first of its nodes, whatever the system does with others."""
+    measures_memory: bool = False
+    """Whether `max_rss_bytes` is needed also for a small program. Locally, this costs a shell and an interpreter."""
 
 
 @dataclass(frozen=True)

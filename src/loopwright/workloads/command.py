@@ -76,6 +76,7 @@ class CommandWorkload(Workload):
         ports = max((int(name[5:] or 1) for name in self._slot_names if name.startswith("port")), default=1)
         self.executor = executor or site.system.executor(site.directory, config.gpus, ports)
         self._metrics = config.all_metrics() if config.read else config.metrics
+        self._measures_memory = any(metric.resource == "max_rss_bytes" for metric in self._metrics.values())
         self._setup = CommandTemplate(config.setup) if config.setup is not None else None
         self._locks: dict[str, asyncio.Lock] = {}
         self._setup_failures: dict[str, Result] = {}
@@ -121,6 +122,7 @@ class CommandWorkload(Workload):
             handle=job.handle,
             nodes=job.arguments["nodes"] if self.config.nodes is not None else 1,
             gpus=self.config.gpus,
+            measures_memory=self._measures_memory,
         )
 
     async def _run_in_slot(self, job: Job) -> Result:

@@ -57,7 +57,8 @@ class MetricConfig(Config):
     stream: Literal["stdout", "stderr"] = "stdout"
     """Which output is read, without a `file`."""
     resource: Literal["wall_s", "user_s", "system_s", "max_rss_bytes"] | None = None
-    """A resource that the trial used, instead of its output. `max_rss_bytes` is absent where the kernel cannot tell."""
+    """A resource that the trial used, instead of its output. `max_rss_bytes` is exact on this machine, and absent on
+    a cluster where the kernel cannot tell."""
     group: int = Field(default=1, ge=1)
     """Which group of the pattern is the number."""
     required: bool = True

@@ -51,6 +51,38 @@ class TestLocalExecutor(ExecutorContract):
         return LocalExecutor(parallel, output_bytes=output_bytes, grace_s=0.5)
 
 
+@pytest.mark.parametrize(
+    ("argv", "exit_code"), [(("true",), 0), (("sh", "-c", "exit 3"), 3), (("sh", "-c", "kill -9 $$"), 128 + 9)]
+)
+def test_the_memory_of_a_small_program_is_exact_on_request(tmp_path, argv, exit_code):
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = open_fds()
+    [done] = run(LocalExecutor(), replace(command(tmp_path, ""), argv=argv, measures_memory=True))
+
+    assert done.exit_code == exit_code
+    assert 100_000 < done.usage["max_rss_bytes"] < min(own, 8_000_000)
+    assert done.usage["wall_s"] > 0
+    assert open_fds() == before
+
+
+def test_a_measured_command_keeps_its_output_its_stdin_and_its_deadline(tmp_path):
+    for name in ("read", "slow"):
+        (tmp_path / name).mkdir()
+    read = replace(command(tmp_path / "read", "cat; echo end"), measures_memory=True)
+    slow = replace(command(tmp_path / "slow", "sleep 60 & sleep 60"), measures_memory=True, timeout_s=0.5)
+    done, late = run(LocalExecutor(2), read, slow)
+
+    assert (done.exit_code, (tmp_path / "read" / "stdout").read_text()) == (0, "end\n")
+    assert late.timed_out
+    assert "max_rss_bytes" not in late.usage
+    assert not children()
+
+
+def test_a_measured_program_that_is_missing_is_named(tmp_path):
+    with pytest.raises(LaunchError, match="not found"):
+        run(LocalExecutor(), replace(command(tmp_path, ""), argv=("no-such-program",), measures_memory=True))
+
+
 def test_a_gigabyte_of_output_uses_no_memory(tmp_path):
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     [done] = run(LocalExecutor(output_bytes=1 << 20), command(tmp_path, "head -c 1000000000 /dev/zero; echo last"))

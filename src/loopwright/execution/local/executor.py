@@ -8,6 +8,7 @@ import asyncio
 import errno
 import os
 import socket
+import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +27,7 @@ from loopwright.execution.local.process_tree import (
     spawn,
 )
 from loopwright.execution.local.processes import MARKER_VARIABLE
+from loopwright.execution.local.usage_report import UsageReport
 
 OUTPUT_BYTES = 64 * 1024 * 1024
 GRACE_S = 2.0
@@ -62,8 +64,11 @@ class LocalExecutor(Executor):
                 stack.callback(self.slots.release, slot)
             with exhaustion_as_launch_error():
                 output = _Output(command, self._output_bytes, stack)
+                report = None
+                if command.measures_memory and UsageReport.can_measure(command):
+                    report = UsageReport(stack)
                 tree = spawn(
-                    command.argv,
+                    report.argv(command.argv) if report else command.argv,
                     directory=command.directory,
                     environment={
                         **command.environment,
@@ -74,11 +79,15 @@ class LocalExecutor(Executor):
                     stderr=output.pumps[1].write_fd,
                     limits=ProcessLimits(slot.cores, self._memory_bytes),
                     marker=command.marker,
+                    stdin=report.write_fd if report else subprocess.DEVNULL,
                 )
+            if report is not None:
+                report.attach()
             finished = self._running[tree] = loop.create_future()
             output.wake = tree.wake
             try:
                 exit_, timed_out = await self._supervise(command, on_start, tree, output)
+                usage = report.usage(exit_.usage, tree.start.at_s) if report else exit_.usage
             finally:
                 del self._running[tree]
                 finished.set_result(None)
@@ -90,7 +99,7 @@ class LocalExecutor(Executor):
             exit_code=exit_.exit_code,
             signal=exit_.signal,
             timed_out=timed_out,
-            usage=exit_.usage,
+            usage=usage,
             stdout_bytes=output.stdout.produced_bytes,
             stderr_bytes=output.stderr.produced_bytes,
         )

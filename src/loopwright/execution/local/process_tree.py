@@ -64,6 +64,7 @@ def spawn(
     limits: ProcessLimits,
     marker: str = "",
     pass_fds: Sequence[int] = (),
+    stdin: int = subprocess.DEVNULL,
 ) -> "ProcessTree":
     """Start a process with default signal handling, or raise LaunchError."""
     global _spawn_count
@@ -77,7 +78,7 @@ def spawn(
                 argv,
                 cwd=directory,
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
