@@ -110,3 +110,36 @@ def test_g13_a_server_object_is_run_without_being_named(tmp_path):
     assert len(study.trials()) == 30
     with pytest.raises(loopwright.ScenarioError, match="names no environment"):
         load(scenario)
+
+
+OWN_LOOP = """
+from loopwright import Agent
+from loopwright.envs import LiveAdapter
+
+class Loops(Agent):
+    def run(self):
+        env = LiveAdapter(self.env)
+        env.reset(seed=self.config.seed)
+        for _ in range(self.config.trials or 0):
+            *_, terminated, truncated, _ = env.step(env.action_space.sample())
+            if terminated or truncated:
+                env.reset()
+        return 0
+
+class LoopsLive(Loops):
+    steps_live = True
+"""
+
+
+def test_an_agent_with_a_loop_of_its_own_acts_live_if_it_says_so(tmp_path, caplog):
+    (tmp_path / f"own_{tmp_path.name}.py").write_text(OWN_LOOP)
+    agent = f'agent = {{ type = "own_{tmp_path.name}:LoopsLive", trials = 12 }}'
+    assert dispatch(load(write_scenario(tmp_path, live_scenario(agent=agent))), tmp_path / "out") == 0
+    trials, episodes = ledger_of(tmp_path)
+    assert (len(trials), len(episodes)) == (12, 3)
+    message = load_error(tmp_path, live_scenario(agent=agent.replace("LoopsLive", "Loops")))
+    assert "set steps_live = True in its class" in message
+
+    idle = live_scenario(agent=agent.replace(", trials = 12", ""))
+    assert dispatch(load(write_scenario(tmp_path, idle)), tmp_path / "idle") == 1
+    assert "its agent ended without a trial" in caplog.text

@@ -100,6 +100,8 @@ class TrialBook:
         """How many trials so far do not use up budget."""
         self.doubt: str | None = None
         """Why the run's result cannot be trusted, if its environment knows a reason."""
+        self.when_ended: Callable[[], object] = lambda: None
+        """Called once the agent has ended, before the result is read: a live environment writes its last steps."""
         self.stopping = False
         self.is_interruptible = True
         """Whether RunStopped may be raised in the agent's loop now."""

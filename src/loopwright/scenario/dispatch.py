@@ -226,10 +226,13 @@ def _run(
         failure.unlink()  # of an earlier attempt at this run
     try:
         code |= drive(built.agent, signals)
+        book.when_ended()
         book.ledger.set_state("finished", signals.received is None)
         # A run in which nothing succeeded has no result, whatever its agent returns; a plain run has to succeed.
         counts = book.ledger.counts()
         code |= 0 if counts.get(Outcome.OK) or counts.get(Outcome.TRUNCATED) else 1
+        if not any(counts.values()) and signals.received is None and not book.ledger.state("failure"):
+            log.error("run %r: its agent ended without a trial, so there is no result", run.name)
         code |= run.agent is None and counts.get(Outcome.OK) != sum(counts.values()) - counts["cached"]
         if book.doubt and not code and signals.received is None:
             log.error("run %r: %s", run.name, book.doubt)

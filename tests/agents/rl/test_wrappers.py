@@ -32,6 +32,7 @@ def test_wrappers_and_a_time_limit_apply_wherever_the_environment_runs(tmp_path,
             "missing 1 required positional argument",
         ),
         ('wrappers = ["gymnasium.wrappers:NormalizeObservation"]', "use normalize = true in [run.agent]"),
+        ('wrappers = ["gymnasium.wrappers:AtariPreprocessing"]', "wrapper 'gymnasium.wrappers:AtariPreprocessing': "),
         ("wrappers = [{ stack_size = 3 }]", "a wrapper is"),
     ],
 )

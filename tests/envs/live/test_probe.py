@@ -104,6 +104,7 @@ def test_a_factory_is_called(directory):
     [
         ("Raises", ": RuntimeError: no device"),
         ("Exits", ": SystemExit: no licence"),
+        ("Dies", "failed: its process exited with code 9 while it was created"),
         ("factory", ": TypeError: factory() missing 1 required positional argument: 'n'"),
         ("Nothing", "is not a GymServer: it has no observation_space, action_space"),
     ],
@@ -115,10 +116,34 @@ def test_a_server_that_cannot_be_created_is_a_problem(directory, name, message):
     assert problems[0].message.count("probed_") == 1
 
 
-@pytest.mark.parametrize("name", ["Dies", "Sleeps"])
-def test_a_probe_without_a_response_leaves_the_spaces_unknown(directory, name, monkeypatch):
+def test_a_probe_without_a_response_leaves_the_spaces_unknown(directory, monkeypatch):
     monkeypatch.setattr(isolated, "_START_TIMEOUT_S", 3.0)
-    assert probe_server(directory, name) == config.ServerSpaces()
+    assert probe_server(directory, "Sleeps") == config.ServerSpaces()
+
+
+REGISTERED = """
+gymnasium.register("{name}/Raises-v0", entry_point=lambda **args: Raises())
+gymnasium.register("{name}/Dies-v0", entry_point=lambda **args: Dies())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("Raises", "RuntimeError: no device"), ("Dies", "exited with code 9 while it was created")],
+)
+def test_a_registered_environment_that_cannot_be_created_is_a_problem_and_harms_nobody(directory, name, message):
+    module = f"probed_{directory.name}"
+    text = SERVERS.replace("import os\n", "import os\n\nimport gymnasium\n", 1) + REGISTERED.format(name=module)
+    (directory / f"{module}.py").write_text(text)
+    problems = LiveConfig(env_class=f"gymnasium:{module}:{module}/{name}-v0").problems(directory, ())
+    assert [one.key for one in problems] == ["env_class"]
+    assert message in problems[0].message
+    assert not (directory / "made").exists()
+
+
+def test_an_environment_of_another_package_is_refused_with_the_way_to_name_it(tmp_path):
+    (problem,) = LiveConfig(env_class="gymnasium:Nowhere/Pong-v5").problems(tmp_path, ())
+    assert "name that too: 'gymnasium:package:Nowhere/Pong-v5'" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from loopwright.core.config import Config
 from loopwright.core.errors import LoopwrightError, Problem
+from loopwright.core.outcome import Outcome
 from loopwright.envs.live.address import Address, AddressError
 from loopwright.envs.live.regime_server import (
     RegimeServer,
@@ -24,7 +25,15 @@ from loopwright.envs.live.regime_server import (
     refusal,
     unacknowledged,
 )
-from loopwright.envs.live.server import GYMNASIUM, GymServer, ServerError, ServerLost, check_server_class, resolve
+from loopwright.envs.live.server import (
+    GYMNASIUM,
+    GymServer,
+    ServerError,
+    ServerLost,
+    check_server_class,
+    load_factory,
+    resolve,
+)
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, parameter
 
 _PROBE_TIMEOUT_S = 60.0
@@ -203,7 +212,7 @@ def context_conflict(observation_space: Any) -> str | None:
 
 
 def probe_spaces(target: ServerTarget, regime: Mapping[str, Any] | None = None) -> ServerSpaces:
-    """The spaces of a server. If it takes too long or ends its process, they stay unknown.
+    """The spaces of a server. If it takes too long, they stay unknown.
 
     With a regime, an episode is begun under it, to see what the server acknowledges.
     """
@@ -215,18 +224,21 @@ def probe_spaces(target: ServerTarget, regime: Mapping[str, Any] | None = None) 
 
 def _probe(target: ServerTarget, regime: Mapping[str, Any]) -> ServerSpaces:
     try:
-        if not regime and target.path.startswith(GYMNASIUM):
+        is_registered = target.path.startswith(GYMNASIUM)
+        # Gymnasium's own are known to be harmless here, and a process takes a second.
+        factory = load_factory(target.path, target.directory) if is_registered else None
+        if not regime and getattr(factory, "__module__", "").startswith("gymnasium.envs."):
             env = target.make()
             env.close()
             return ServerSpaces(env.observation_space, env.action_space)
-        if not regime and not target.wrappers and not target.path.startswith(GYMNASIUM):
+        if not regime and not target.wrappers and not is_registered:
             kind = resolve(target.path, target.directory)
             declared = [_class_space(kind, name) for name in ("observation_space", "action_space")]
             if None not in declared:
                 return ServerSpaces(*declared)
         return _probe_in_process(target, regime)
-    except ServerLost:
-        return ServerSpaces()
+    except ServerLost as error:
+        return ServerSpaces() if error.outcome is Outcome.TIMEOUT else ServerSpaces(problem=str(error))
     except LoopwrightError as error:
         return ServerSpaces(problem=str(error))
     except Exception:  # noqa: BLE001  reported when the run starts it

@@ -108,7 +108,10 @@ def check_server_class(path: str, directory: Path) -> str | None:
             try:
                 load_factory(path, directory)
             except Exception as error:  # noqa: BLE001  a module may raise anything
-                return f"gymnasium has no environment {identifier!r}: {error}"
+                # Packages other than gymnasium register their environments when they are imported.
+                named = ":" in identifier or isinstance(error, ImportError)
+                hint = "" if named else f" If a package registers it, name that too: 'gymnasium:package:{identifier}'."
+                return f"gymnasium has no environment {identifier!r}: {error}{hint}"
             return None
         target = resolve(path, directory)
     except LoopwrightError as error:
@@ -179,6 +182,8 @@ def _make_registered(identifier: str, args: Mapping[str, Any]) -> GymServer:
     except TypeError as error:
         arguments = f"the arguments {', '.join(args)}" if args else "no arguments"
         raise ServerError(f"gymnasium cannot make {identifier!r} with {arguments}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ServerError(f"gymnasium cannot make {identifier!r}: {type(error).__name__}: {error}") from error
     return server
 
 

@@ -48,6 +48,6 @@ def wrap(
             )
         try:
             env = import_function(path, directory)(env, **arguments)
-        except (ImportError, ValueError, TypeError, AssertionError) as error:
+        except Exception as error:  # a wrapper may raise anything
             raise ServerError(f"wrapper {path!r}: {error}") from error
     return cast("GymServer", env if max_episode_steps is None else TimeLimit(env, max_episode_steps))

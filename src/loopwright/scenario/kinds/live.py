@@ -57,7 +57,9 @@ class LiveRun(RunKind):
             checker.add("[run.agent]", "is missing; a live environment needs an agent that acts in it.")
         elif agent is not None and not agent.steps_live:
             able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
-            checker.add("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
+            kind = raw["agent"]["type"]
+            own = " If its loop does, set steps_live = True in its class." if ":" in kind else ""
+            checker.add("[run.agent] type", f"{kind!r} cannot act in a live environment; {able} can.{own}")
         elif agent is not None:
             spaces = self.live.spaces(checker.directory, self.env_params.keys())
             checker.add_all("[run.agent]", agent.problems(self.agent, spaces.action_space, checker.directory))
@@ -126,5 +128,6 @@ class LiveRun(RunKind):
             renders = live.render_mode is not None
             first.make_server = lambda: one.connect(directory, self.env_params.keys(), renders=renders)[0]
         context.resources.callback(first.close)
+        book.when_ended = first.close  # an agent with a loop of its own may leave it open
         is_campaign = context.agent_class is not None and issubclass(context.agent_class, SearchAgent)
         return LiveCampaignEnv(first, context.agent.seed) if is_campaign else first
