@@ -22,3 +22,22 @@ def test_a_broken_output_directory_exits_with_1_and_says_why(loopwright):
 
 def test_an_unknown_need_is_a_usage_error(loopwright):
     assert loopwright("doctor", "--need", "slrum").returncode == 2
+
+
+def test_an_engine_without_its_packages_is_a_bad_line(loopwright, tmp_path, monkeypatch):
+    hide = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *p: None if n == 'torch' else f(n, *p)"
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = loopwright("doctor", "--json")
+    findings = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert "loopwright[train]" in findings["engine transformers"]["detail"]
+    assert not findings["engine transformers"]["ok"]
+    assert findings["engine scripted"]["ok"]
+
+
+def test_an_address_that_no_run_could_use_is_a_bad_line(loopwright, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    done = loopwright("doctor", "--json", "--need", "ray")
+    findings = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert (done.returncode, findings["ray"]["ok"]) == (1, False)
+    assert "does not use Ray Client" in findings["ray"]["detail"]

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 import loopwright
-from loopwright.engines.inprocess import engine as inprocess
 from loopwright.engines.inprocess import smollm2
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.scripted import ScriptedConfig
@@ -36,7 +35,7 @@ def test_an_unknown_name_lists_the_known_ones(name):
 
 
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(inprocess, "find_spec", lambda name: None)
+    monkeypatch.setattr(TransformersConfig, "packages", ("no_such_package",))
     (problem,) = TransformersConfig(model="tiny").problems(tmp_path)
     assert "pip install 'loopwright[train]'" in problem.message
 

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from loopwright.cli.options import emit
-from loopwright.core.errors import LoopwrightError
+from loopwright.core.errors import ClusterError, LoopwrightError
 from loopwright.engines.base import engines
 from loopwright.execution.devices import visible_devices
+from loopwright.execution.ray.options import check_address
 from loopwright.execution.sandbox.bubblewrap import Bubblewrap
 from loopwright.execution.sandbox.docker import Docker
 from loopwright.ledger.ledger import Ledger
@@ -103,11 +103,11 @@ def examine(output: Path) -> Iterator[Finding]:
     )
     for name in engines.names():
         try:
-            engines.get(name)
-        except ImportError as error:
-            yield Finding(f"engine {name}", ok=False, detail=str(error), fix="install what the message names")
-        else:
-            yield Finding(f"engine {name}", ok=True, detail="can be imported")
+            error: Exception | None = engines.get(name).Config.missing_extra(name)
+        except Exception as failure:  # noqa: BLE001  The code of a plug-in may fail in any way.
+            error = failure
+        detail = "all its packages are installed" if error is None else str(error)
+        yield Finding(f"engine {name}", error is None, detail, "install what the message names")
     for extra in metadata("loopwright").get_all("Provides-Extra") or ():
         if extra != "dev":
             yield _extra(extra)
@@ -182,12 +182,11 @@ def _ray() -> Finding:
     except PackageNotFoundError:
         return Finding("ray", ok=False, detail="not installed", fix="pip install 'loopwright[ray]'")
     address = os.environ.get("RAY_ADDRESS", "")
-    if match := re.fullmatch(r"(?:\w+://)?([^/:]+):(\d+)", address):
-        try:
-            socket.create_connection((match[1], int(match[2])), timeout=_TIMEOUT_S).close()
-        except OSError as error:
-            fix = "start the head node, open its port, or correct RAY_ADDRESS"
-            return Finding("ray", ok=False, detail=f"{release}, {address}: {error.strerror or error}", fix=fix)
+    try:
+        check_address(address)
+    except ClusterError as error:
+        fix = "start the head node, open its port, or correct RAY_ADDRESS"
+        return Finding("ray", ok=False, detail=f"{release}, {error}", fix=fix)
     return Finding(
         "ray", ok=True, detail=f"{release}, RAY_ADDRESS {address or 'is not set: a cluster on this machine'}"
     )

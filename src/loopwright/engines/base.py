@@ -4,13 +4,14 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from loopwright.core.config import Config
-from loopwright.core.errors import LoopwrightError, Problem
+from loopwright.core.errors import LoopwrightError, MissingExtra, Problem
 from loopwright.core.registry import Registry
 from loopwright.engines.tokenizer import Tokenizer
 
@@ -155,6 +156,10 @@ class Chunk:
 class EngineConfig(Config):
     """Settings of every engine."""
 
+    extra: ClassVar[str] = ""
+    """The extra that installs `packages`."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """The packages that the engine needs, by the names they are imported by."""
     type: str
     template: Literal["auto", "chatml", "llama3", "json"] = "auto"
     """How conversations and tool calls are written; `auto` uses the model's own chat template. Without one, it
@@ -168,6 +173,12 @@ class EngineConfig(Config):
     def problems(self, scenario_dir: Path) -> list[Problem]:
         """Everything that is wrong with it and can be checked before the run starts."""
         return []
+
+    @classmethod
+    def missing_extra(cls, name: str) -> MissingExtra | None:
+        """The error of the engine of this name without a package that it needs; None if all are installed."""
+        missing = [package for package in cls.packages if find_spec(package) is None]
+        return MissingExtra(f"engine {name!r} ({missing[0]})", cls.extra) if missing else None
 
     @property
     def takes_weights(self) -> bool:

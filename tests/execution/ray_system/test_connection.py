@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.core.errors import ClusterError, ScenarioError
-from loopwright.execution.ray.connection import check_address
+from loopwright.execution.ray.options import check_address
 from loopwright.execution.ray.system import RaySystem
 from loopwright.scenario.load import load
 

@@ -8,13 +8,12 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from hashlib import blake2b
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from loopwright.core.errors import LoopwrightError, MissingExtra, Problem
+from loopwright.core.errors import LoopwrightError, Problem
 from loopwright.engines.base import (
     BadSampling,
     Chunk,
@@ -41,6 +40,8 @@ _TRUST_S = 2.0
 class HttpConfig(EngineConfig):
     """A server that turns ids into ids."""
 
+    extra: ClassVar[str] = "gateway"
+    packages: ClassVar[tuple[str, ...]] = ("aiohttp", "tokenizers")
     url: str = Field(examples=['"http://localhost:8000"'])
     """Where the server listens, without a path."""
     tokenizer: str = Field(examples=['"Qwen/Qwen3-8B"'])
@@ -63,8 +64,8 @@ class HttpConfig(EngineConfig):
             problems.append(
                 Problem("url", "a URL is recorded and shown: put the key into api_key_env or api_key_file instead.")
             )
-        if missing := [name for name in ("aiohttp", "tokenizers") if find_spec(name) is None]:
-            problems.append(Problem("type", str(MissingExtra(f"engine {self.type!r} ({missing[0]})", "gateway"))))
+        if (missing := self.missing_extra(self.type)) is not None:
+            problems.append(Problem("type", str(missing)))
         if self.tokenizer == "smollm2" and (problem := package_problem()):
             problems.append(Problem("tokenizer", problem))
         try:

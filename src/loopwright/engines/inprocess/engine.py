@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from loopwright.core.config import size_bytes
-from loopwright.core.errors import MissingExtra, Problem
+from loopwright.core.errors import Problem
 from loopwright.engines.base import PENALTIES, Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.inprocess.smollm2 import package_problem
 
@@ -18,6 +17,8 @@ from loopwright.engines.inprocess.smollm2 import package_problem
 class TransformersConfig(EngineConfig):
     """A transformers model, in this process."""
 
+    extra: ClassVar[str] = "train"
+    packages: ClassVar[tuple[str, ...]] = ("torch", "transformers")
     type: Literal["transformers"] = "transformers"
     model: str = "smollm2"
     """`smollm2` (SmolLM2-135M-Instruct), `tiny` (byte-level, random), a directory, or a name on the hub."""
@@ -39,8 +40,8 @@ class TransformersConfig(EngineConfig):
     """The seed of the random weights of `tiny`."""
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
-        if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-            return [Problem("type", str(MissingExtra(f"engine 'transformers' ({missing[0]})", "train")))]
+        if (error := self.missing_extra(self.type)) is not None:
+            return [Problem("type", str(error))]
         problem = package_problem() if self.model == "smollm2" else None
         return [Problem("model", problem)] if problem else []
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,9 +12,8 @@ import ray
 from ray._private import ray_constants, services
 
 from loopwright.core.errors import ClusterError, Problem
-from loopwright.execution.ray.options import RayOptions
+from loopwright.execution.ray.options import RayOptions, check_address
 
-_CONNECT_S = 5.0
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -137,25 +135,6 @@ def _init(cpus: int | None, address: str | None, runtime_env: Mapping[str, Any] 
     finally:
         if sigterm_handler is not None:
             signal.signal(signal.SIGTERM, sigterm_handler)  # Ray installs its own, which would skip our shutdown.
-
-
-def check_address(address: str) -> None:
-    """ClusterError if nothing listens at the address of a cluster; Ray itself would try for half a minute."""
-    if "://" in address:
-        raise ClusterError(
-            f"{address} is not the address of a cluster's head (HOST:PORT, usually port 6379). Loopwright does not use "
-            "Ray Client: run it on a node of the cluster, for example with `ray job submit -- loopwright run …`."
-        )
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():  # "auto", "local"
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise ClusterError(
-            f"no Ray cluster answers at {address}: {error.strerror or error}. Start its head node "
-            "(`ray start --head`), or correct RAY_ADDRESS or [system] address; without one, Ray is started here."
-        ) from error
 
 
 def find_shortage(request: Mapping[str, float]) -> str:

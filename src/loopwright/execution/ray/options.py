@@ -1,13 +1,14 @@
 """What a scenario says about a Ray cluster."""
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
-from loopwright.core.errors import did_you_mean
+from loopwright.core.errors import ClusterError, did_you_mean
 from loopwright.execution.system import SystemConfig
 
 _RUNTIME_ENV = (
@@ -15,6 +16,7 @@ _RUNTIME_ENV = (
     *("worker_process_setup_hook", "container", "image_uri", "nsight", "java_jars", "config"),
 )
 """The keys of a runtime environment."""
+_CONNECT_S = 5.0
 
 
 class RayOptions(SystemConfig):
@@ -102,3 +104,22 @@ class RayOptions(SystemConfig):
         count = gpus if self.gpus is None else self.gpus
         request = {"CPU": self.cpus, "GPU": count, "memory": float(self.memory or 0), **self.resources}
         return {name: amount for name, amount in request.items() if amount}
+
+
+def check_address(address: str) -> None:
+    """ClusterError if nothing listens at the address of a cluster; Ray itself would try for half a minute."""
+    if "://" in address:
+        raise ClusterError(
+            f"{address} is not the address of a cluster's head (HOST:PORT, usually port 6379). Loopwright does not use "
+            "Ray Client: run it on a node of the cluster, for example with `ray job submit -- loopwright run …`."
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address}: {error.strerror or error}. Start its head node "
+            "(`ray start --head`), or correct RAY_ADDRESS or [system] address; without one, Ray is started here."
+        ) from error
