@@ -24,7 +24,7 @@ _GROUP_STATUSES = {
     "open": "in production",
     "ready": "waiting to be taken",
     "taken": "taken for a step whose checkpoint is not written yet",
-    "trained": "used",
+    "trained": "used: trained on, or collected",
     "expired": "too old; the prompt is attempted again in another group",
     "filtered": "left out by a filter, for example because all rewards are equal",
     "short": "left out: fewer judged rollouts than `min_group`",
@@ -127,6 +127,7 @@ def chart_data(digest: RolloutDigest) -> dict[str, Any]:
     failed = ((n, outcome, reason) for n, outcome, fault, reason in digest.failed_rollouts if fault != "policy")
     return {
         "live": True,
+        "noun": "trial",
         "labels": digest.labels,
         "last": max((point.number for point in points), default=0),
         "number": [point.number for point in points],

@@ -38,10 +38,12 @@ def notes(best: Recommendation, objective: Objective) -> list[str]:
     if best.luckiest is not None and best.luckiest.shortfall:
         lucky = best.luckiest
         share = f" ({percent(abs(lucky.shortfall / lucky.reward))})" if lucky.reward else ""
+        change = measured(abs(lucky.shortfall), objective.name) + share
+        direction = "worse" if lucky.shortfall > 0 else "better"
+        before, after = objective.text(lucky.reward), objective.text(lucky.confirmed.mean)
         lines.append(
-            f"The luckiest trial, {number(lucky.trial)}, gave {objective.text(lucky.reward)}. Measured again, its "
-            f"configuration gave {objective.text(lucky.confirmed.mean)}, which is "
-            f"{measured(abs(lucky.shortfall), objective.name)}{share} {'worse' if lucky.shortfall > 0 else 'better'}."
+            f"The luckiest trial, {number(lucky.trial)}, gave {before}. Measured again, its configuration gave "
+            + ("the same." if before == after else f"{after}, which is {change} {direction}.")
         )
     if best.drift is not None:
         lines.append(

@@ -118,16 +118,17 @@ const sketch = (run) => [...new Set([...run.sketch, ...run.answer])];
 const charts = {
   progress(run, figure) {
     const objective = Number(figure.dataset.objective);
+    const noun = run.noun ?? (run.live ? "step" : "trial");
     const lines = run.lines[objective].map((line) => ({
       type: "line", step: run.live ? false : "end", data: line.steps, symbol: "none", silent: true, z: 3,
       lineStyle: { width: 2, color: colour(line.regime !== null ? `c${line.regime}` : run.live && run.regimes.length > 1 ? "ink" : "line") },
     }));
     const ticks = run.failed.map(([number, outcome, reason]) => ({
-      value: [number, 0], tip: () => card(`${run.live ? "Step" : "Trial"} ${number}: ${outcome}`, [["why", reason || "–"]]),
+      value: [number, 0], tip: () => card(`${noun[0].toUpperCase()}${noun.slice(1)} ${number}: ${outcome}`, [["why", reason || "–"]]),
     }));
     return base({
       grid: { left: 6, right: 14, top: 12, bottom: 28, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-      xAxis: axis({ type: "value", min: 0, max: Math.max(run.last, 1), minInterval: 1, ...named(run.live ? "step" : "trial"), nameGap: 26 }),
+      xAxis: axis({ type: "value", min: 0, max: Math.max(run.last, 1), minInterval: 1, ...named(noun), nameGap: 26 }),
       yAxis: [rewardAxis(run, objective, {}), edge],
       series: [
         ...points(run, every(run), objective, (index) => run.number[index], false),
