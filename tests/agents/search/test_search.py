@@ -118,6 +118,12 @@ class TestTheGrid:
         assert "a grid cannot visit the range 'x'; give it `points`" in problem.message
 
 
+def test_the_bandit_tries_every_arm_where_its_trials_suffice(tmp_path):
+    arms = len({key_of(action) for action in actions(campaign(tmp_path / "all", "grid", trials=99).run())})
+    trials = campaign(tmp_path / "some", "bandit", trials=2 * arms).run()
+    assert len({key_of(action) for action in actions(trials)[:arms]}) == arms
+
+
 def test_the_bandit_learns_the_best_arm_of_each_regime(tmp_path):
     """Two regimes have opposite best arms."""
 

@@ -44,7 +44,8 @@ class _Pulls:
 class Bandit(SpaceAgent):
     """Before each trial it draws, for every arm, a plausible mean reward under the observed regime. For an untried arm,
     any reward seen under that regime is plausible; each measurement narrows that down, more so if repeats vary little.
-    The arm with the best draw is measured, also if it was measured before.
+    The arm with the best draw is measured, also if it was measured before. Where the trials suffice to try every arm
+    under every regime twice, untried arms come first.
     """
 
     Config: ClassVar[type[AgentConfig]] = BanditConfig
@@ -73,6 +74,7 @@ class Bandit(SpaceAgent):
         self._pulls: dict[tuple[str, str], _Pulls] = defaultdict(_Pulls)
         self._by_regime: dict[str, _Pulls] = defaultdict(_Pulls)
         self._extremes: dict[str, tuple[float, float]] = {}
+        self._tries_all = config.trials >= 2 * len(self._arms) * env.draws.count * env.rules.repeats
 
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         random = Random(f"{self.config.seed}:bandit:{n}:{retry}")
@@ -82,6 +84,8 @@ class Bandit(SpaceAgent):
             for arm, action in self._arms.items()
             if not self.has_failed(action, observation.context) and not self.space.violated(action, observation.context)
         ]
+        if self._tries_all and (untried := [arm for arm in alive if not self._pulls[arm, regime].n]):
+            return self._arms[random.choice(untried)]
         noise = self._noise(regime)
         return self._arms[max(alive, key=lambda arm: self._plausible(arm, regime, noise, random))] if alive else None
 
