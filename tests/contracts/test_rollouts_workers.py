@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,12 @@ class Blocking(AgentLoop):
     async def run(self, task, session):
         if task.id == "blocks":
             time.sleep(0.9)
+        elif task.id == "sleeps":
+            time.sleep(3600)
+        elif task.id == "never yields":
+            while True:
+                with suppress(Exception):
+                    self.spins = True
         else:
             await asyncio.sleep(0.05)
         return session.episode(task)
@@ -80,9 +87,10 @@ def worker_of(loop: type[AgentLoop], deadline_s: float = 600.0) -> LoopWorker:
     return LoopWorker(loop(config), ScriptedEngine(ScriptedConfig(), Path()))
 
 
-def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_not(tmp_path, caplog):
+@pytest.mark.parametrize("how", ["blocks", "sleeps", "never yields"])
+def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_not(tmp_path, caplog, how):
     async def main():
-        tasks = [Task("blocks", TASK.messages), *(Task(f"{n}", TASK.messages) for n in range(3))]
+        tasks = [Task(how, TASK.messages), *(Task(f"{n}", TASK.messages) for n in range(3))]
         world = World(tmp_path, None, worker=worker_of(Blocking, 0.5), sources={"t": tasks}, group_size=1)
         async with world:
             groups = [world.env.open_group(prompt, 1) for prompt in world.env.tasks.prompts()]
@@ -91,9 +99,9 @@ def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_no
             )
 
     episodes = {episode.task.id: episode for episode in asyncio.run(main())}
-    blocking = episodes.pop("blocks")
+    blocking = episodes.pop(how)
     assert (blocking.outcome, blocking.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
-    assert "Blocking.run blocked the event loop for 0." in blocking.reason
+    assert "Blocking.run blocked the event loop for " in blocking.reason
     assert Counter(episode.outcome for episode in episodes.values()) == {Outcome.OK: 3}
     assert sum("Blocking.run blocked the event loop" in record.message for record in caplog.records) == 1
 

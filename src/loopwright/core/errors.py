@@ -47,6 +47,7 @@
     ├── TooManyHangingCalls (RuntimeError) too many calls never returned            rollouts/threads.py
     ├── WorkerLost (ConnectionError)     a worker died with a call in it, twice   rollouts/pools/base.py
     │   └── PoolDown                     no worker is left or can be started      rollouts/pools/base.py
+    ├── EventLoopBlocked (TimeoutError)  a call blocked until it was interrupted  rollouts/pools/base.py
     ├── RolloutFailed (RuntimeError)     an agent's function failed, and knows why rollouts/remote/agent.py
     ├── ProductionFailed (RuntimeError)  no group could be produced               rollouts/producer.py
     ├── TrainingFailed (RuntimeError)    training stopped; it can be resumed      trainers/failure.py

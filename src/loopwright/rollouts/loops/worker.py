@@ -19,7 +19,7 @@ from loopwright.engines.weight_update import apply_update
 from loopwright.gateway.sessions.session import BudgetSpent, Session
 from loopwright.gateway.sessions.turn import MAX_SLOWDOWN
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
-from loopwright.rollouts.pools.base import Worker, contain_failures
+from loopwright.rollouts.pools.base import EventLoopBlocked, Worker, contain_failures
 from loopwright.rollouts.pools.steps import BLOCKED_S, WatchedCall, current_call
 
 log = logging.getLogger(__name__)
@@ -72,12 +72,15 @@ class LoopWorker(Worker):
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
         deadline = PolicyDeadline(session, config.deadline_s)
         call.on_stall.append(deadline.postpone)
+        call.limit_s = config.deadline_s
         try:
             async with deadline:
                 # A copy, so that what the loop does to its task does not reach the judger.
                 answer = await contain_failures(loop.run(deepcopy(request.task), session))
             episode = self._checked(answer, request.task, loop)
         except Exception as error:  # noqa: BLE001  a user's loop may raise anything
+            if isinstance(error, EventLoopBlocked):
+                return _blocked(request.task, session, call, loop)
             if isinstance(error, TimeoutError) and deadline.expired_at is not None:
                 if call.blocked_s_until_now() >= config.deadline_s / 2:
                     return _blocked(request.task, session, call, loop)
@@ -207,9 +210,11 @@ class PolicyDeadline:
 
 
 def _blocked(task: Task, session: Session, call: WatchedCall, loop: AgentLoop) -> Episode:
+    blocked_s = call.blocked_s_until_now()
+    rounded_s = round(blocked_s, 1 if blocked_s < 1 else None)  # so that summaries count equal reasons
     reason = (
         f"not finished within {loop.config.deadline_s:g} s; {type(loop).__name__}.run blocked the event loop "
-        f"for {call.blocked_s_until_now():.1f} s. Use `await asyncio.to_thread(...)` for code that blocks"
+        f"for {rounded_s} s. Use `await asyncio.to_thread(...)` for code that blocks"
     )
     return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
 

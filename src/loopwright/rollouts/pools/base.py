@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from loopwright.core.errors import LoopwrightError
+from loopwright.rollouts.pools.steps import StepInterrupted
 
 
 class WorkerLost(LoopwrightError, ConnectionError):
@@ -14,6 +15,10 @@ class WorkerLost(LoopwrightError, ConnectionError):
 
 class PoolDown(WorkerLost):
     """A pool has no worker left and cannot start one; someone has to look into it."""
+
+
+class EventLoopBlocked(LoopwrightError, TimeoutError):
+    """A call blocked the event loop until it was interrupted."""
 
 
 class SerializationError(LoopwrightError, TypeError):
@@ -110,6 +115,8 @@ async def contain_failures(work: Awaitable[Any]) -> Any:
         if task is not None and task.cancelling():
             raise
         raise RuntimeError("the worker cancelled its own call") from None
+    except StepInterrupted:
+        raise EventLoopBlocked("it blocked the event loop and was interrupted") from None
     except (SystemExit, GeneratorExit) as error:
         if asyncio._get_running_loop() is None:
             raise  # an abandoned call is deleted after its event loop has ended

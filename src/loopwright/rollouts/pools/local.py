@@ -23,6 +23,7 @@ class LocalPool(Pool):
     async def start(self) -> None:
         if self._worker is None:
             self._worker = self._build()
+            self._watch.interrupt()
 
     async def call(self, request: Any, *, timeout_s: float | None = None) -> Any:
         return await self._run(self._started().handle(request), timeout_s)
@@ -58,6 +59,8 @@ class LocalPool(Pool):
                 await worker.close()
         except TimeoutError:
             log.warning("%s did not close within %g s and is abandoned", worker.describe_calls(), self._grace_s)
+        finally:
+            self._watch.close()
 
     def _started(self) -> Worker:
         if self._worker is None:
@@ -66,7 +69,7 @@ class LocalPool(Pool):
 
     async def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
         loop = asyncio.get_running_loop()
-        watched = WatchedCall()
+        watched = WatchedCall(limit_s=timeout_s)
         call = loop.create_task(self._watch.run(watched, contain_failures(work)), name=self._started().describe_calls())
         self._calls.add(call)
         # Does what asyncio.wait does at half the cost; this runs once or twice in every rollout.

@@ -1,23 +1,35 @@
 """Which call's code runs on an event loop at any moment: who blocks it, and who ended the process.
 
 An event loop runs one step of one task at a time. A step that blocks takes time from all other calls, whose deadlines
-are then moved; a step during which the process dies was its cause.
+are then moved; a step during which the process dies was its cause; a step that never ends is interrupted.
 """
 
 import asyncio
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 BLOCKED_S = 0.25
 """A step that takes longer than this blocks the event loop."""
+_SIGNAL = signal.SIGRTMIN + 10
+"""An unused signal, as that of the watchdog of live environments."""
+_TICK_S = 0.5
+
+
+class StepInterrupted(BaseException):
+    """Raised in a step that does not end. Not an Exception, so that the code of the step does not swallow it."""
 
 
 class WatchedCall:
     """A call in progress."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, limit_s: float | None = None) -> None:
         self.number = number
+        self.limit_s = limit_s
+        """How long one of its steps may take before it is interrupted, if the watch does that."""
         self.blocked_s = 0.0
         """How long its own code has blocked the event loop in earlier steps."""
         self.step_start_s: float | None = None
@@ -43,6 +55,10 @@ class StepWatch:
     def __init__(self, mark: Callable[[int], None] | None = None) -> None:
         self._mark = mark
         self._calls: set[WatchedCall] = set()
+        self._current: WatchedCall | None = None
+        """The call whose step runs."""
+        self._steps_begun = self._overdue_step = 0
+        self._closed = threading.Event()
 
     async def run(self, call: WatchedCall, work: Awaitable[Any]) -> Any:
         """Await the code of a call."""
@@ -52,6 +68,42 @@ class StepWatch:
             return await _Steps(self, call, work)
         finally:
             self._calls.discard(call)
+
+    def interrupt(self) -> None:
+        """From now on, interrupt steps that take longer than their call's limit: a sleep or a loop in Python.
+
+        Only in the main thread: others cannot be interrupted. Native code that does not return cannot be, either.
+        """
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(_SIGNAL) == signal.SIG_DFL:
+            signal.signal(_SIGNAL, _interrupt_overdue)  # stays installed: without watches it does nothing
+        self._closed.clear()
+        _interrupting.append(self)
+        thread = threading.main_thread().ident if signal.getsignal(_SIGNAL) is _interrupt_overdue else None
+        threading.Thread(target=self._interrupt_steps, args=(thread,), name="loopwright-steps", daemon=True).start()
+
+    def close(self) -> None:
+        """Interrupt no more steps."""
+        self._closed.set()
+        if self in _interrupting:
+            _interrupting.remove(self)
+
+    def _interrupt_steps(self, thread: int | None) -> None:
+        last_step, waited_s = 0, 0.0
+        # Ticks are counted instead of time: a process that was suspended (Ctrl-Z) has not been waiting.
+        while not self._closed.wait(_TICK_S):
+            call, step = self._current, self._steps_begun
+            waited_s = waited_s + _TICK_S if step == last_step else 0.0
+            last_step = step
+            if call is None or call.limit_s is None or waited_s < call.limit_s:
+                continue
+            self._overdue_step = step
+            if thread is not None:
+                signal.pthread_kill(thread, _SIGNAL)  # again at each tick: its code may have swallowed the first one
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the step that runs is the one to interrupt."""
+        return self._current is not None and self._steps_begun == self._overdue_step
 
     def watch_tasks(self) -> None:
         """Watch the tasks that calls create on the running event loop, too."""
@@ -67,11 +119,14 @@ class StepWatch:
 
     def begin_step(self, call: WatchedCall) -> None:
         """Code of this call runs now."""
+        self._current = call
+        self._steps_begun += 1
         if self._mark is not None:
             self._mark(call.number)
 
     def end_step(self, call: WatchedCall, seconds: float) -> None:
         """It ran for this long."""
+        self._current = None
         if self._mark is not None:
             self._mark(0)
         call.step_start_s = None
@@ -80,6 +135,14 @@ class StepWatch:
             for other in self._calls - {call}:
                 for move_deadline in other.on_stall:
                     move_deadline(seconds)
+
+
+_interrupting: list[StepWatch] = []
+
+
+def _interrupt_overdue(_number: int, _frame: FrameType | None) -> None:
+    if any(watch.is_overdue for watch in _interrupting[:]):
+        raise StepInterrupted
 
 
 class _Steps:
