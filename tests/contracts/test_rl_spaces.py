@@ -28,6 +28,7 @@ ACTIONS = {
     "integers": spaces.Box(0, 7, (2,), np.int16),
     "dict": spaces.Dict({"a": spaces.Discrete(2, start=4), "b": spaces.Dict({"c": spaces.MultiBinary(2)})}),
     "tuple": spaces.Tuple((spaces.Discrete(3), BOX)),
+    "unbounded": spaces.Box(-np.inf, np.inf, (2,), np.float32),
     "open": spaces.Tuple((spaces.Box(0.0, np.inf, (1,), np.float32), BOX)),
 }
 
@@ -104,13 +105,26 @@ def write_server(directory, name, observation="spaces.Box(-1, 1, (2,), np.float3
             "spaces.Dict({'go': spaces.Discrete(2, start=1), 'how': spaces.Box(10, 20, (), np.float32)})",
             {"image": np.zeros((8, 8, 3), int).tolist(), "x": 0.5},
         ),
+        (
+            "a2c",
+            "spaces.Discrete(3)",
+            "spaces.Tuple((spaces.Box(0, np.inf, (1,)), spaces.Box(-np.inf, np.inf, (2,))))",
+            1,
+        ),
     ],
 )
 def test_g14_a_policy_trains_and_acts_in_spaces_of_every_kind(tmp_path, agent, observation, action, example):
     path = write_server(tmp_path, f"g14_{agent}", observation, action)
     assert train(tmp_path, live_scenario(f'type = "{agent}", trials = 80', path)) == 0
     chosen = act(tmp_path / "out" / "r" / "policy", {}, example)
-    assert chosen in (-1, 0, 1) if agent == "ppo" else chosen["go"] in (1, 2) and 10 <= chosen["how"] <= 20
+    if agent == "ppo":
+        assert chosen in (-1, 0, 1)
+    elif agent == "sac":
+        assert chosen["go"] in (1, 2)
+        assert 10 <= chosen["how"] <= 20
+    else:
+        assert chosen[0][0] >= 0
+        assert len(chosen[1]) == 2
     assert json.loads(json.dumps(chosen)) == chosen
 
 
@@ -145,6 +159,18 @@ def test_g14_spaces_without_a_fixed_size_are_refused_at_load_time(tmp_path, obse
     message = load_error(tmp_path, live_scenario('type = "ppo", trials = 80', path))
     assert words in message
     assert "which has no fixed number of values for a network. Encode it" in message
+
+
+@pytest.mark.parametrize(
+    ("agent", "observation", "action", "words"),
+    [
+        ("ppo", "spaces.Dict({})", "spaces.Discrete(2)", "the observation space has no elements"),
+        ("sac", "spaces.Discrete(2)", "spaces.Box(0, np.inf, (1,))", "'sac' needs bounds"),
+    ],
+)
+def test_g14_spaces_that_an_algorithm_cannot_use_are_refused(tmp_path, agent, observation, action, words):
+    path = write_server(tmp_path, f"g14_unusable_{agent}", observation, action)
+    assert words in load_error(tmp_path, live_scenario(f'type = "{agent}", trials = 80', path))
 
 
 def test_g14_a_module_that_registers_the_environment_can_be_named(tmp_path):

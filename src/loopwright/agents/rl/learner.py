@@ -114,7 +114,8 @@ class RlAlgorithm:
         flat_space: Any = action_space if actions is None else actions.gym_space
         kind, flat_kind = type(action_space).__name__, type(flat_space).__name__
         needs_bounds = self.action_spaces == ("Box",)
-        if needs_bounds and flat_kind == "Box" and not flat_space.is_bounded():
+        is_bounded = actions.is_bounded if actions is not None else flat_kind != "Box" or action_space.is_bounded()
+        if needs_bounds and not is_bounded:
             return f"{self.name.lower()!r} needs bounds, but the server's action space is {action_space}"
         if flat_kind in self.action_spaces or (library == "rllib" and actions is None and kind in ("Dict", "Tuple")):
             return None

@@ -42,7 +42,7 @@ def space_problem(space: "spaces.Space[Any]", where: str) -> str | None:
                 f"{where} is a {type(space).__name__} space, which has no fixed number of values for a network. "
                 'Encode it as a Box, or drop it, in a wrapper (wrappers = ["module:Class"])'
             )
-    return next((reason for reason in parts if reason), None)
+    return next((reason for reason in parts if reason), None) if parts else f"{where} has no elements: {space}"
 
 
 def is_image(space: "spaces.Space[Any]") -> bool:
@@ -153,11 +153,11 @@ def flat_actions(space: "spaces.Space[Any]", library: str) -> FlatActions | None
 
 
 def _sb3_chooses(space: "spaces.Space[Any]") -> bool:
-    """Whether SB3 chooses well in a space. It counts from 0, and explores a Box around 0, clipped to its bounds."""
+    """Whether SB3 chooses well in a space. It counts from 0, and explores a Box around 0, clipped to finite bounds."""
     match space:
         case spaces.Box():
-            symmetric = np.array_equal(space.low, -space.high) or not space.is_bounded()
-            return space.shape != () and np.issubdtype(space.dtype, np.floating) and bool(symmetric)
+            symmetric = np.array_equal(space.low, -space.high) and space.is_bounded()
+            return space.shape != () and np.issubdtype(space.dtype, np.floating) and symmetric
         case spaces.MultiBinary():
             return isinstance(space.n, int)
     return isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and _sb3_observes(space)

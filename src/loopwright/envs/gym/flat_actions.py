@@ -27,7 +27,8 @@ class FlatActions:
 
     Discrete parts alone become a `Discrete` or a `MultiDiscrete`, counting from 0. With a Box among them, the network
     chooses in one Box from −1 to 1, where each case of a discrete part owns an equal share of the line. Numbers without
-    both bounds stay as they are.
+    both bounds stay as they are; where there is none, the Box has the largest number as its bound: networks explore
+    around 0, and SB3 accepts finite bounds only.
     """
 
     def __init__(self, space: "spaces.Space[Any]") -> None:
@@ -39,6 +40,7 @@ class FlatActions:
         self._cases = np.concatenate([part.cases for part in self._parts])
         self._is_discrete = bool((self._cases > 0).all())
         self._bounded = np.isfinite(self._low) & np.isfinite(self._high)
+        self.is_bounded = bool(self._bounded.all())
         self.gym_space = self._gym_space()
 
     def _gym_space(self) -> "spaces.Space[Any]":
@@ -46,6 +48,8 @@ class FlatActions:
             cases = self._cases
             return spaces.Discrete(int(cases[0])) if len(cases) == 1 else spaces.MultiDiscrete(cases)
         low, high = np.where(self._bounded, -1.0, self._low), np.where(self._bounded, 1.0, self._high)
+        largest = np.finfo(np.float32).max
+        low, high = np.clip(low, -largest, largest), np.clip(high, -largest, largest)
         return spaces.Box(low.astype(np.float32), high.astype(np.float32), dtype=np.float32)
 
     def decode(self, action: Any) -> Any:
