@@ -91,6 +91,8 @@ def test_t09_error_messages_name_the_key(loaded):
         ("REMOTE_GATEWAY_PROT", "REMOTE_GATEWAY_PORT"),
         ("REMOTE_GATEWAY_COLOUR", "REMOTE_GATEWAY_"),
         ("REMOTE_SERVER_TOKENS", "REMOTE_SERVER_TOKEN"),
+        ("LLM_PROXY_IPS", "LLM_PROXY_IP"),
+        ("PROXY_SERVER_URI", "PROXY_SERVER_URL"),
     ],
 )
 def test_t09_a_misspelled_variable_is_an_error_that_names_the_nearest(loaded, name, nearest):
@@ -105,6 +107,13 @@ def test_t09_variables_of_editors_and_web_servers_are_warned_of_once(loaded, cap
     warnings = [record.message for record in caplog.records if "sets nothing" in record.message]
     assert warnings == [f"environment variable {name} sets nothing of a remote loop" for name in sorted(environ)]
     loaded(environ={"REMOTE_GATEWAY_MINE": "1"}, loop=', pass_env = ["REMOTE_GATEWAY_MINE"]')
+
+
+def test_t09_a_variable_for_another_type_of_gateway_is_named(loaded, caplog):
+    loaded(environ={"REMOTE_GATEWAY_URL": "http://gpu-box:8400", "PROXY_SERVER": "somebody else's"})
+    (warning,) = [record.message for record in caplog.records if "sets nothing" in record.message]
+    assert warning.startswith("environment variable REMOTE_GATEWAY_URL sets nothing: [run.gateway] type = 'embedded'")
+    assert warning.endswith("it is a key of external")
 
 
 def test_t09_a_resume_keeps_the_settings_of_its_run(tmp_path):

@@ -10,8 +10,8 @@
 | `LLM_PROXY_IP` | the address at which agents reach the run's own gateway: its `advertise_host` |
 
 A misspelled name is an error: a near miss of a known variable, and everything unknown below `REMOTE_GATEWAY_` and
-`REMOTE_SERVER_`. Other `REMOTE_*` variables cause one warning each. With `LLM_PROXY_IP` alone, the gateway listens at
-all addresses.
+`REMOTE_SERVER_`. Other `REMOTE_*` variables, and keys that the run's type of gateway does not have, cause one warning
+each. With `LLM_PROXY_IP` alone, the gateway listens at all addresses.
 
 Values are JSON or text. They are read once, where the run is started, and become part of its configuration.
 """
@@ -30,10 +30,13 @@ from pydantic import BaseModel
 LOOP, GATEWAY = "REMOTE_", "REMOTE_GATEWAY_"
 TOKEN = "REMOTE_GATEWAY_TOKEN"  # noqa: S105  the name of a variable
 SERVER_TOKEN = "REMOTE_SERVER_TOKEN"  # noqa: S105  the name of a variable
+PROXY_URL, PROXY_HOST = "PROXY_SERVER_URL", "LLM_PROXY_IP"
 MIN_TOKEN_LENGTH = 16
 _JSON_STARTS = ("{", "[", '"')
 _NEAR_MISS = 0.8
 """How similar to a known name a variable must be to count as misspelled."""
+_NEAR_MISS_OF_PROXY = 0.9
+"""The same for names without our prefix: `PROXY_SERVER` may well be somebody else's."""
 _warned: set[str] = set()
 log = logging.getLogger(__name__)
 
@@ -73,8 +76,8 @@ def from_environment(prefix: str, model: type[BaseModel], environ: Mapping[str, 
                 values[key] = parse_value(environ[variable], model, key)
             except ValueError as error:
                 raise ValueError(f"environment variable {variable} {error}") from error
-    if prefix == GATEWAY and "advertise_host" in model.model_fields and environ.get("LLM_PROXY_IP"):
-        values.setdefault("advertise_host", environ["LLM_PROXY_IP"])
+    if prefix == GATEWAY and "advertise_host" in model.model_fields and environ.get(PROXY_HOST):
+        values.setdefault("advertise_host", environ[PROXY_HOST])
     return values
 
 
@@ -87,21 +90,28 @@ def check_names(
     """
     gateway_keys = {f"{GATEWAY}{key.upper()}" for model in gateways for key in model.model_fields}
     known = {TOKEN, SERVER_TOKEN, *gateway_keys, *(f"{LOOP}{key.upper()}" for key in loop.model_fields)}
-    for name in sorted(environ.keys() - known - set(own)):
-        if not name.startswith(LOOP):
-            continue
-        # Without the prefix, what editors and web servers set (REMOTE_CONTAINERS, REMOTE_ADDR) resembles no key.
-        tails = {other.removeprefix(LOOP): other for other in sorted(known)}
-        is_ours = name.startswith((GATEWAY, SERVER_TOKEN.removesuffix("TOKEN")))
-        cutoff = 0.0 if is_ours else _NEAR_MISS
-        if nearest := get_close_matches(name.removeprefix(LOOP), tails, n=1, cutoff=cutoff):
+    # Without the prefix, what editors and web servers set (REMOTE_CONTAINERS, REMOTE_ADDR) resembles no key.
+    tails = {other.removeprefix(LOOP): other for other in sorted(known)}
+    for name in sorted(environ.keys() - known - {PROXY_URL, PROXY_HOST} - set(own)):
+        if name.startswith(LOOP):
+            is_ours = name.startswith((GATEWAY, SERVER_TOKEN.removesuffix("TOKEN")))
+            nearest = get_close_matches(name.removeprefix(LOOP), tails, n=1, cutoff=0.0 if is_ours else _NEAR_MISS)
+        else:
+            nearest = get_close_matches(name, (PROXY_URL, PROXY_HOST), n=1, cutoff=_NEAR_MISS_OF_PROXY)
+        if nearest:
             raise ValueError(
-                f"environment variable {name} sets nothing. Did you mean {tails[nearest[0]]}? "
+                f"environment variable {name} sets nothing. Did you mean {tails.get(nearest[0], nearest[0])}? "
                 "Unset it, or list it in `pass_env` if agents need it"
             )
-        if name not in _warned:
-            _warned.add(name)
-            log.warning("environment variable %s sets nothing of a remote loop", name)
+        if name.startswith(LOOP):
+            warn_once(name, "sets nothing of a remote loop")
+
+
+def warn_once(name: str, problem: str) -> None:
+    """Log what is wrong with an environment variable, unless that was done before."""
+    if name not in _warned:
+        _warned.add(name)
+        log.warning("environment variable %s %s", name, problem)
 
 
 def is_loopback(host: str) -> bool:

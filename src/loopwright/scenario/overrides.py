@@ -20,7 +20,18 @@ from pydantic import BaseModel
 from loopwright.core.errors import did_you_mean
 from loopwright.core.reward import Penalties
 from loopwright.execution.system import SystemConfig, systems
-from loopwright.gateway.settings import GATEWAY, LOOP, check_names, from_environment, is_loopback, parse_value
+from loopwright.gateway.settings import (
+    GATEWAY,
+    LOOP,
+    PROXY_HOST,
+    PROXY_URL,
+    TOKEN,
+    check_names,
+    from_environment,
+    is_loopback,
+    parse_value,
+    warn_once,
+)
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.rollouts.tasks.sources import task_sources
@@ -107,6 +118,7 @@ def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapp
         check_names(environ, RemoteConfig, list(GATEWAY_HOSTS.values()), _own_variables(remote))
     for run in remote:
         _apply_environment(run, environ)
+    _warn_of_other_gateways(remote, environ)
     for key, value in overrides.items():
         head, _, rest = key.partition(".")
         if head in ("loop", "gateway") and rest:
@@ -148,7 +160,7 @@ def _apply_environment(run: dict[str, Any], environ: Mapping[str, str]) -> None:
     table = run.get("gateway", {})
     if not isinstance(table, Mapping):
         raise ValueError("[run.gateway] must be a table")
-    url = environ.get("PROXY_SERVER_URL")
+    url = environ.get(PROXY_URL)
     kind = environ.get(f"{GATEWAY}TYPE") or ("external" if url else table.get("type", "embedded"))
     model = GATEWAY_HOSTS.get(kind)
     if model is None:  # the loader lists the types that exist
@@ -160,11 +172,22 @@ def _apply_environment(run: dict[str, Any], environ: Mapping[str, str]) -> None:
     }
     gateway |= {"url": url} if url and kind == "external" else {}
     gateway |= from_environment(GATEWAY, model, environ)
-    address = environ.get("LLM_PROXY_IP")
+    address = environ.get(PROXY_HOST)
     if address and gateway.get("advertise_host") == address and not is_loopback(address):
         gateway.setdefault("host", "::" if ":" in address else "0.0.0.0")  # noqa: S104  agents connect from elsewhere
     if gateway or kind != "embedded":
         run["gateway"] = {**gateway, "type": kind}
+
+
+def _warn_of_other_gateways(runs: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> None:
+    """Warn of variables for a type of gateway that no run has, such as the URL of an external one."""
+    types = {str(_gateway_type(run) or "embedded") for run in runs}
+    usable = {key for name in types & GATEWAY_HOSTS.keys() for key in GATEWAY_HOSTS[name].model_fields}
+    for key in {key for model in GATEWAY_HOSTS.values() for key in model.model_fields} - usable:
+        name = f"{GATEWAY}{key.upper()}"
+        if name in environ and name != TOKEN:
+            having = ", ".join(kind for kind, model in GATEWAY_HOSTS.items() if key in model.model_fields)
+            warn_once(name, f"sets nothing: [run.gateway] type = {', '.join(sorted(types))!r}; it is a key of {having}")
 
 
 def _own_variables(runs: Sequence[Mapping[str, Any]]) -> set[str]:
