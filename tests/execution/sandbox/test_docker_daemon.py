@@ -13,6 +13,7 @@ NO_BOUNDS = Bounds()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one makes the base image
 @pytest.mark.usefixtures("docker_daemon")
 class TestDockerDaemon(IsolationContract):
     """All but what an image's own files decide. Bounds on CPU and disk are refused."""
