@@ -147,7 +147,7 @@ def test_p02_an_engine_at_a_tenth_of_its_speed_changes_only_the_time(tmp_path, n
 def test_p02_an_engine_that_returns_nothing_loses_the_rollout_without_blaming_the_policy(tmp_path):
     episode = roll_tools(tmp_path, 1.0, token_s=0.0, delay_s=1000.0)
     assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)
-    assert "the engine sampled no token for 20 s" in episode.reason
+    assert "the engine sampled no token for 60 s" in episode.reason
 
 
 # -- P01: gradients ---------------------------------------------------------------------------------------------------
@@ -349,6 +349,7 @@ def test_p05_signs_of_reward_hacking_are_measured_and_warned_about(tmp_path):
     assert numbers["repetition"] > 0.5
     lines = hacking_signs([Step(1, 0.0, numbers)])
     assert len(lines) == 4
+    assert lines[0].startswith("Possible reward hacking: 66.7 % of the rollouts were truncated")
     assert "control tokens" in lines[1]
     assert hacking_signs([Step(1, 0.0, monitor([short.judged(Reward(0.0))], frozenset({END})))]) == []
 

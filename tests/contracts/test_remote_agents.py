@@ -173,9 +173,9 @@ def test_a01_an_engine_that_fails_or_stalls_is_not_the_policys_fault(tmp_path):
     failed = run_agent(tmp_path, "chat()", Replier(fail_at=2))
     assert (failed.outcome, failed.fault) == (Outcome.LOST, Fault.INFRA)
     assert "out of memory" in failed.reason
-    stalled = run_agent(tmp_path, "chat()", Replier(hold_at=2), deadline_s=2.0)
+    stalled = run_agent(tmp_path, "chat()", Replier(hold_at=2), deadline_s=2.0, engine_timeout_s=2.0)
     assert (stalled.outcome, stalled.fault) == (Outcome.LOST, Fault.INFRA)
-    assert "the engine sent no token" in stalled.reason
+    assert "the engine sampled no token for 2 s" in stalled.reason
 
 
 def test_a01_limits_and_sampling_are_set_by_the_loop(tmp_path):

@@ -221,6 +221,8 @@ class Engine(ABC):
         self.version = 0
         self.pauses = 0
         """How often the engine was paused; a stream that sees this change ends with `abort`."""
+        self.active_at = 0.0
+        """When it last sampled a token, for any session, or was resumed; on the event loop's clock."""
         self._running = asyncio.Event()
         self._running.set()
 
@@ -241,9 +243,14 @@ class Engine(ABC):
                 source = name if guide is None else guide.source
                 raise BadSampling(f"{source}: engine {self.config.type!r} cannot apply it; leave it out", source)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether streams wait for `resume`."""
+        return not self._running.is_set()
+
     async def wait_until_running(self) -> int:
         """Wait while the engine is paused; returns the number of pauses so far."""
-        while not self._running.is_set():  # it may be paused again before we wake
+        while self.is_paused:  # it may be paused again before we wake
             await self._running.wait()
         return self.pauses
 
@@ -254,6 +261,7 @@ class Engine(ABC):
 
     async def resume(self) -> None:
         """Let streams run again."""
+        self.active_at = asyncio.get_running_loop().time()
         self._running.set()
 
     async def load_weights(self, source: Any, version: int) -> None:

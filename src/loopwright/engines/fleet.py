@@ -369,8 +369,8 @@ class _SessionView(Engine):
     """A fleet as one session sees it."""
 
     def __init__(self, fleet: Fleet, key: str) -> None:
-        super().__init__(fleet.config, fleet.scenario_dir)
         self._fleet, self._key = fleet, key
+        super().__init__(fleet.config, fleet.scenario_dir)
         self.tokenizer = fleet.tokenizer
 
     @property
@@ -391,6 +391,18 @@ class _SessionView(Engine):
     @max_context.setter
     def max_context(self, length: int | None) -> None:
         self._fleet.max_context = length
+
+    @property
+    def active_at(self) -> float:
+        return self._fleet.active_at
+
+    @active_at.setter
+    def active_at(self, time: float) -> None:
+        self._fleet.active_at = max(time, self._fleet.active_at)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._fleet.is_paused
 
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         return self._fleet.route(self._key, ids, sampling, seed)

@@ -102,8 +102,6 @@ class Session:
         self.phases_s: dict[str, float] = {}
         """Seconds per phase so far: `generate`, and what a loop adds with `phase`."""
         self.engine_wait = EngineWait()
-        self.last_token_at: float | None = None
-        """When the engine last returned a token, on the event loop's clock."""
         self.interrupted: tuple[str, float, float] | None = None
         """The phase that was last cancelled: its name, start and end."""
 
@@ -266,7 +264,7 @@ class Session:
                         count = _feed(parser, on_delta, chunk.ids, chunk.logprobs, chunk.tops)
                     draft.add(chunk, count)
                     if chunk.ids:
-                        self.last_token_at = clock()
+                        self.engine.active_at = clock()
                     if parser is not None and parser.done:
                         return "stop"
             if chunk is None or chunk.finish is None:
@@ -373,12 +371,15 @@ class Session:
             self.engine_wait.count(name, -1, end)
 
     def silent_s(self, now: float | None = None) -> float:
-        """How long the engine has returned no token, or had, without `now`, when a turn was last cancelled."""
+        """How long the engine has returned no token, or had, without `now`, when a turn was last cancelled.
+
+        An engine that is paused, or samples for other sessions meanwhile, is not silent: the session is in its queue.
+        """
         if now is not None:
             since = self.engine_wait.since
-            return 0.0 if since is None else now - max(self.last_token_at or since, since)
+            return 0.0 if since is None or self.engine.is_paused else now - max(self.engine.active_at, since)
         name, start, end = self.interrupted or ("", 0.0, 0.0)
-        return end - max(self.last_token_at or start, start) if name == "generate" else 0.0
+        return max(0.0, end - max(self.engine.active_at, start)) if name == "generate" else 0.0
 
     def episode(
         self, task: Task, outcome: Outcome = Outcome.OK, *, fault: Fault | None = None, reason: str = ""

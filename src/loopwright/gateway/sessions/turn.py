@@ -12,8 +12,6 @@ from loopwright.engines.base import Chunk, EngineError, Sampling, Tops
 from loopwright.gateway.sessions.exactness import Verdict
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 
-MAX_SLOWDOWN = 10
-"""A rollout that needs more engine time than this many deadlines is given up, and counts as lost."""
 Ids: TypeAlias = "array[int]"
 """All ids of a conversation. They are copied in every turn, and copying an array of machine integers is cheap."""
 

@@ -13,8 +13,11 @@ from loopwright.core.registry import Registry, config_parser
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.session import Session, SessionLimits
-from loopwright.gateway.sessions.turn import MAX_SLOWDOWN
 from loopwright.rollouts.pools.resources import PlacementConfig
+
+_LEAST_SILENCE_S = 60.0
+_SILENCES = 10
+"""How much engine time a rollout has in all, in multiples of the longest silence."""
 
 
 class LoopConfig(PlacementConfig):
@@ -29,6 +32,9 @@ class LoopConfig(PlacementConfig):
     """How the policy is sampled."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds for one rollout, from its start to its episode, without the time in which it waits for the engine."""
+    engine_timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds without a token of the engine, for this rollout or any other, after which the rollout is lost; it is also
+    lost if it needs ten times as many in all. By default `deadline_s`, and at least 60."""
     max_turns: int | None = Field(default=None, ge=1)
     """How many turns the policy has; a rollout that needs more is `truncated` and scored as it is."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -37,9 +43,26 @@ class LoopConfig(PlacementConfig):
     """How many rollouts are in flight at a time, over all workers."""
 
     @property
+    def silence_s(self) -> float:
+        """Seconds that an engine may sample no token; a machine that is busy is slow, not broken."""
+        return self.engine_timeout_s or max(self.deadline_s, _LEAST_SILENCE_S)
+
+    @property
+    def engine_s(self) -> float:
+        """Seconds that a rollout may wait for its engine in all."""
+        return _SILENCES * self.silence_s
+
+    @property
     def total_s(self) -> float:
         """Seconds after which a rollout is given up, however slow its engine is."""
-        return (1 + MAX_SLOWDOWN) * self.deadline_s
+        return self.deadline_s + self.engine_s
+
+    def engine_failure(self, silent_s: float, engine_s: float) -> str:
+        """Why a rollout is lost whose engine was silent for so long, and needed so long in all; empty if it is not."""
+        if silent_s >= self.silence_s:
+            return f"the engine sampled no token for {self.silence_s:g} s"
+        hint = "if the policy may never end, set `max_turns` or `max_tokens`"
+        return f"the engine needed more than {self.engine_s:g} s; {hint}" if engine_s >= self.engine_s else ""
 
     def limits(self) -> SessionLimits:
         """The limits of a session of this loop."""

@@ -17,7 +17,6 @@ from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineErr
 from loopwright.engines.weight_update import WeightUpdate as WeightUpdate
 from loopwright.engines.weight_update import apply_update
 from loopwright.gateway.sessions.session import BudgetSpent, Session
-from loopwright.gateway.sessions.turn import MAX_SLOWDOWN
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
 from loopwright.rollouts.pools.base import EventLoopBlocked, Worker, contain_failures
 from loopwright.rollouts.pools.steps import BLOCKED_S, WatchedCall, current_call
@@ -70,7 +69,7 @@ class LoopWorker(Worker):
         config, call = loop.config, current_call.get() or WatchedCall()
         engine, sampling = self._engine.for_session(request.seed), request.merge_sampling(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
-        deadline = PolicyDeadline(session, config.deadline_s)
+        deadline = PolicyDeadline(session, config)
         call.on_stall.append(deadline.postpone)
         call.limit_s = config.deadline_s
         try:
@@ -84,7 +83,7 @@ class LoopWorker(Worker):
             if isinstance(error, TimeoutError) and deadline.expired_at is not None:
                 if call.blocked_s_until_now() >= config.deadline_s / 2:
                     return _blocked(request.task, session, call, loop)
-                return _timed_out(session, request.task, deadline)
+                return _timed_out(session, request.task, deadline, config.deadline_s)
             for cause in _causes(error):
                 if isinstance(cause, BudgetSpent | ContextFull):
                     return session.episode(request.task, Outcome.TRUNCATED, reason=str(cause))
@@ -136,20 +135,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         pending += [each for each in (cause.__cause__, *reversed(inner)) if each is not None]
 
 
-def engine_too_slow(deadline_s: float) -> str:
-    """Why a rollout was given up that used up all of its engine time."""
-    limit_s = MAX_SLOWDOWN * deadline_s
-    return f"the engine needed more than {limit_s:g} s; if the policy may never end, set `max_turns` or `max_tokens`"
-
-
 class PolicyDeadline:
     """A timeout whose clock stands still while the rollout only waits for its engine.
 
-    The engine has limits of its own: `deadline_s` without a token, and ten deadlines in all.
+    The engine has limits of its own: `engine_timeout_s` without a token, and ten times as much in all.
     """
 
-    def __init__(self, session: Session, deadline_s: float) -> None:
-        self._session, self.deadline_s = session, deadline_s
+    def __init__(self, session: Session, config: LoopConfig) -> None:
+        self._session, self._config = session, config
         self._loop = asyncio.get_running_loop()
         self._start = self._loop.time()
         self._stalled_s = 0.0
@@ -180,32 +173,32 @@ class PolicyDeadline:
     @property
     def is_over(self) -> bool:
         """Whether it has passed, even if the event loop was blocked and nothing was cancelled."""
-        return self._due()[0] < self._loop.time()
+        return self._due() < self._loop.time()
 
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._due()[0], self._check)
+        self._timer = self._loop.call_at(self._due(), self._check)
 
-    def _due(self) -> tuple[float, str]:
-        """When it expires, and what the engine will not have done by then, if that is the reason."""
-        session, now = self._session, self._loop.time()
+    def _due(self) -> float:
+        """When it expires, unless the engine samples a token before that."""
+        session, config, now = self._session, self._config, self._loop.time()
         waited_s = session.engine_wait.total_s(now)
         if session.engine_wait.since is None:
-            return self._start + self.deadline_s + waited_s + self._stalled_s, ""
-        silent_at = now - session.silent_s(now) + self.deadline_s + self._stalled_s
-        slow_at = now + MAX_SLOWDOWN * self.deadline_s - waited_s + self._stalled_s
-        if silent_at <= slow_at:
-            return silent_at, f"the engine sampled no token for {self.deadline_s:g} s"
-        return slow_at, engine_too_slow(self.deadline_s)
+            return self._start + config.deadline_s + waited_s + self._stalled_s
+        left_s = min(config.silence_s - session.silent_s(now), config.engine_s - waited_s)
+        return now + left_s + self._stalled_s
 
     def _check(self) -> None:
-        due, engine_failure = self._due()
-        now = self._loop.time()
-        if due > now + _TOLERANCE_S:  # tokens have arrived since
+        session, now = self._session, self._loop.time()
+        if self._due() > now + _TOLERANCE_S:  # tokens have arrived since
             self._arm()
             return
-        self.expired_at, self.engine_failure = now, engine_failure
+        if session.engine_wait.since is not None:
+            offset_s = _TOLERANCE_S - self._stalled_s
+            silent_s, waited_s = session.silent_s(now), session.engine_wait.total_s(now)
+            self.engine_failure = self._config.engine_failure(silent_s + offset_s, waited_s + offset_s)
+        self.expired_at = now
         self._timeout.reschedule(now)
 
 
@@ -219,9 +212,9 @@ def _blocked(task: Task, session: Session, call: WatchedCall, loop: AgentLoop) -
     return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
 
 
-def _timed_out(session: Session, task: Task, deadline: PolicyDeadline) -> Episode:
+def _timed_out(session: Session, task: Task, deadline: PolicyDeadline, deadline_s: float) -> Episode:
     """The episode of a rollout that missed its deadline through the policy or its tools, the engine, or the loop."""
-    reason = f"{OUT_OF_TIME} {deadline.deadline_s:g} s"
+    reason = f"{OUT_OF_TIME} {deadline_s:g} s"
     phase, _, end = session.interrupted or ("", 0.0, 0.0)
     if not phase or end < (deadline.expired_at or 0.0) - _TOLERANCE_S:
         return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=f"{reason}; the loop hangs")

@@ -19,9 +19,8 @@ from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.gateway.client import CompletedSession, GatewayLost
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig
-from loopwright.gateway.sessions.turn import MAX_SLOWDOWN
 from loopwright.rollouts.loops.base import describe_error
-from loopwright.rollouts.loops.worker import RolloutRequest, engine_too_slow
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import PoolDown
 from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, last_user_message
 from loopwright.rollouts.remote.blame import Blame, TimeLimit, assign_blame
@@ -253,10 +252,7 @@ class RemoteRollout:
         """
         session, config = await job.session.describe(), self._config
         self._engine_s = float(session.get("engine_s", 0.0))
-        if float(session.get("silent_s", 0.0)) >= config.deadline_s:
-            self._engine_failure = f"the engine sent no token for {config.deadline_s:g} s"
-        elif self._engine_s >= MAX_SLOWDOWN * config.deadline_s:
-            self._engine_failure = engine_too_slow(config.deadline_s)
+        self._engine_failure = config.engine_failure(float(session.get("silent_s", 0.0)), self._engine_s)
         left_s = deadline + self._engine_s - engine_s - self._clock()
         if self._engine_failure or left_s <= 0:
             return None

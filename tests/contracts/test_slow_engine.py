@@ -1,0 +1,78 @@
+"""P02 with a real model: an engine at a tenth of its speed changes no reward, only the time."""
+
+import json
+
+import pytest
+
+import loopwright
+from loopwright.core.episode import Episode
+from loopwright.core.outcome import Outcome
+from loopwright.ledger.ledger import Ledger
+
+TRIALS, TOKENS = 6, 8
+ENGINE = """
+import time
+
+from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
+
+
+class SlowConfig(TransformersConfig):
+    type: str = "slow_engine:Slow"
+    slowdown: int = 1
+    least_s: float = 0.0
+
+
+class Slow(TransformersEngine):
+    Config = SlowConfig
+
+    def __init__(self, config, scenario_dir):
+        super().__init__(config, scenario_dir)
+        step = self.batch.step
+
+        def slow_step(version):
+            start = time.monotonic()
+            chunks = step(version)
+            time.sleep(max(config.least_s, time.monotonic() - start) * (config.slowdown - 1))
+            return chunks
+
+        self.batch.step = slow_step
+
+
+def length(answer):
+    return float(len(answer))
+"""
+
+
+def rewards(directory, model, slowdown):
+    """The reward of each trial, and the seconds that its engine needed."""
+    directory.mkdir()
+    (directory / "slow_engine.py").write_text(ENGINE)
+    tasks = [{"id": f"t{n}", "prompt": f"Say {n}.", "label": n} for n in range(TRIALS)]
+    (directory / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    run = {
+        "name": "answers",
+        "agent": {"type": "collect", "trials": TRIALS, "group_size": 1, "seed": 3},
+        # Two at a time: the others wait in the engine's queue for longer than their deadline.
+        "engine": {"type": "slow_engine:Slow", "model": model, "max_batch": 2, "slowdown": slowdown, "least_s": 0.06},
+        "rollout": {
+            "tasks": {"type": "jsonl", "path": "tasks.jsonl"},
+            "loop": {"type": "single_turn", "deadline_s": 3.0, "sampling": {"max_tokens": TOKENS}},
+            "judger": {"type": "python", "function": "slow_engine:length"},
+        },
+    }
+    loopwright.run({"name": "slow", "home": str(directory), "run": [run]}, output=directory / "out")
+    with Ledger.read(directory / "out/answers/ledger.db") as ledger:
+        trials = list(ledger.trials())
+        episodes = [Episode.from_bytes(ledger.payload(trial.number, "rollout")) for trial in trials]
+    assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.TRUNCATED}, [trial.reason for trial in trials]
+    return {trial.number: trial.reward.value for trial in trials}, [
+        e.attempts[-1].phases_s["generate"] for e in episodes
+    ]
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_p02_a_real_model_at_a_tenth_of_its_speed_changes_no_reward(tmp_path, model):
+    fast, _ = rewards(tmp_path / "fast", model, 1)
+    slow, engine_s = rewards(tmp_path / "slow", model, 10)
+    assert slow == fast
+    assert max(engine_s) > 3.0, "more than the deadline"
