@@ -7,9 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
+from loopwright.engines.inprocess.kv_cache import Rows
 from loopwright.engines.inprocess.models import tiny
 from loopwright.gateway.sessions.template import ChatML
 from loopwright.testing import EngineContract
@@ -370,3 +372,22 @@ def test_a_missing_model_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(EngineError, match="model 'empty' cannot be loaded"):
         TransformersEngine(TransformersConfig(model="empty"), tmp_path)
+
+
+def test_a_model_with_large_logits_is_served(tmp_path):
+    model = tiny(2)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1e5)
+    model.save_pretrained(tmp_path / "steep")
+    byte_level().save(str(tmp_path / "steep" / "tokenizer.json"))
+    engine = TransformersEngine(TransformersConfig(model="steep"), tmp_path)
+    asyncio.run(engine.close())
+
+
+def test_a_model_whose_cache_is_wrong_is_refused(tmp_path, monkeypatch):
+    tiny(2).save_pretrained(tmp_path / "mine")
+    byte_level().save(str(tmp_path / "mine" / "tokenizer.json"))
+    forward_rows = Rows.forward
+    monkeypatch.setattr(Rows, "forward", lambda rows, ids: forward_rows(rows, [[each[0] + 1] for each in ids]))
+    with pytest.raises(EngineError, match="model 'mine' cannot be served in process: logprobs are off by"):
+        TransformersEngine(TransformersConfig(model="mine"), tmp_path)

@@ -69,6 +69,7 @@ def load_plain(config: "TransformersConfig", scenario_dir: Path) -> tuple[Any, T
 
 def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
     """A small byte-level model with 0.25 million random weights."""
+    register()
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     make: Any = Qwen2ForCausalLM
@@ -133,8 +134,10 @@ def _check(model: Any, shape: Shape, name: str) -> None:
         expected = model(input_ids=torch.tensor([ids], device=shape.device), use_cache=False).logits[0]
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise EngineError(f"model {name!r} cannot be served in process: {error}") from error
-    gap = (torch.stack(logits).float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max().item()
-    if not gap < (1e-2 if shape.dtype is torch.float32 else 1.0):
+    logprobs, expected = torch.stack(logits).float().log_softmax(-1), expected.float().log_softmax(-1)
+    # The mean over what would be sampled: tokens that never are have large rounding errors, above all after training.
+    gap = ((logprobs - expected).abs() * expected.exp()).sum(-1).max().item()
+    if not gap < (5e-3 if shape.dtype is torch.float32 else 0.3):
         raise EngineError(f"model {name!r} cannot be served in process: logprobs are off by {gap:.3g}")
 
 
