@@ -190,7 +190,7 @@ def test_t07_a_gateway_killed_in_mid_step_resumes_its_sessions_or_their_trials_a
     retried = [rollout for rollout in rollouts if len(rollout.episode.attempts) > 1]
     assert {rollout.number % 2 for rollout in retried} == {1}, "agents that retry continued"
     assert {str(rollout.episode.attempts[0].outcome) for rollout in retried} == {"lost"}
-    assert "publishing them again" not in log
+    assert "publishing 1 again" not in log
 
 
 @pytest.mark.parametrize("relay", [True, False], ids=["relay", "one-process"])
@@ -205,4 +205,4 @@ def test_t06_a_gateway_and_engine_killed_together_get_the_weights_again(tmp_path
         running.start_worker()
         rollouts, log = ends_well(running)
     assert attempts(rollouts)[2] >= 2
-    assert "the gateway serves weights older than version 1; publishing them again" in log
+    assert "the gateway serves version 0; publishing 1 again" in log

@@ -297,7 +297,8 @@ class Relay(Fleet):
         link.send("resume", id=0)
         member = self._join(name, engine)
         note = "" if engine.version == self.version or self._update else f" (not served: others have {self.version})"
-        self._say(f"worker {name} connected, with {announcement.get('model')} at version {engine.version}{note}")
+        offer = f"{announcement.get('model')} at version {announcement['version']}"
+        self._say(f"worker {name} connected, with {offer}{note}")
         joining = asyncio.create_task(self._catch_up(member))
         reason = "it left"
         try:
