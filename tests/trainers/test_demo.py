@@ -84,6 +84,7 @@ def test_untouched_tasks_score_0_and_solved_tasks_1(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_demo_learns_held_out_tasks():
     result = train(1)
     assert 0 < result.before < result.after
