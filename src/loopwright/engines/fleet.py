@@ -100,7 +100,11 @@ class Fleet(Engine):
             for each in config.engines:
                 if isinstance(each, HttpConfig):  # fail at once if its server is gone: another engine may serve
                     each = each.model_copy(update={"wait_s": 0.0})
-                self.add(_free_name(each, self._members), engines.get(each.type)(each, scenario_dir))
+                # By type and address, so that a name does not depend on the other members.
+                address = getattr(each, "url", None) or getattr(each, "model", None)
+                name = each.type if address is None else f"{each.type}:{address}"
+                count = sum(member.partition("#")[0] == name for member in self._members)
+                self.add(f"{name}#{count + 1}" if count else name, engines.get(each.type)(each, scenario_dir))
 
     # -- members ------------------------------------------------------------------------------------------------
 
@@ -421,11 +425,3 @@ async def _failure(member: FleetMember) -> str:
     except OSError as error:
         return f"{member.name}: {error}"
     return ""
-
-
-def _free_name(config: EngineConfig, members: dict[str, FleetMember]) -> str:
-    """A name by type and address, so that it does not depend on the other members."""
-    address = getattr(config, "url", None) or getattr(config, "model", None)
-    name = config.type if address is None else f"{config.type}:{address}"
-    count = sum(each.partition("#")[0] == name for each in members)
-    return name if not count else f"{name}#{count + 1}"

@@ -343,7 +343,7 @@ class SearchEnv:
             action=first.action,
             reward=reward,
             values=values,
-            observation=replace(pending, metrics=metrics),
+            observation=Observation(metrics, pending.context, pending.draw, pending.step),
             previous=previous,
             regime=first.regime,
             outcome=outcome,

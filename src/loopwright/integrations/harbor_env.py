@@ -136,7 +136,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
     ) -> ExecResult:
         if self._resolve_user(user) not in (None, "root", 0):
             raise ValueError(f"the sandbox has only the user root, not {user!r}")
-        variables = {**self._variables(), **(self._merge_env(env) or {})}
+        variables = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **(self._merge_env(env) or {})}
         script = 'cd -- "$0" && exec bash -c "$1"'
         return await self._run(["bash", "-c", script, cwd or self._workdir, command], variables, timeout_sec)
 
@@ -179,10 +179,6 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
         if os.getuid() == 0:  # others lose their privileges by themselves
             yield from ("--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all")
         yield "--"
-
-    def _variables(self) -> dict[str, str]:
-        """What each command has in its environment."""
-        return {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8"}
 
     async def _run(
         self,

@@ -59,6 +59,8 @@ def write_report(output: Path, runs: ReadRuns | None = None) -> Path:
     """Write `<output>/report.html` from every `<output>/<run>/ledger.db`. Unreadable runs are named in it."""
     runs = runs or read_runs(output)
     digests = runs.digests
+    scenarios = [digest.provenance for digest in digests]
+    names = (each.get("name") or Path(str(each.get("scenario") or "")).stem for each in scenarios)
     charts: list[dict[str, Any]] = []
     sections, overview = [], []
     for digest in digests:
@@ -67,7 +69,7 @@ def write_report(output: Path, runs: ReadRuns | None = None) -> Path:
         overview.append(row)
     return write_page(
         output / "report.html",
-        title=_title(digests) or output.absolute().name,
+        title=" · ".join(dict.fromkeys(str(name) for name in names if name)) or output.absolute().name,
         subtitle=formatting.counted(len(digests), "run") if digests else "no run was found here",
         unreadable=runs.unreadable,
         overview=overview,
@@ -89,6 +91,7 @@ def write_page(
     """Write a page of sections, each as markup, with the charts that report.js draws in them."""
     library = (_STATIC / "echarts.common.min.js").read_text("utf-8")
     script = (_STATIC / "report.js").read_text("utf-8")
+    data = orjson.dumps(charts, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str).decode()
     page = render(
         "page.html",
         title=title,
@@ -100,7 +103,8 @@ def write_page(
         unreadable=unreadable,
         overview=overview,
         sections=sections,
-        data=_embedded(charts),
+        # JSON that cannot end the script element it stands in.
+        data=data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         library=library,
         script=script,
     )
@@ -235,16 +239,3 @@ def _moment(seconds: Any) -> str | None:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, OSError, ValueError):
         return None
-
-
-def _title(digests: list[Digest]) -> str:
-    """The names of all scenarios."""
-    sources = [digest.provenance for digest in digests]
-    names = (source.get("name") or Path(str(source.get("scenario") or "")).stem for source in sources)
-    return " · ".join(dict.fromkeys(str(name) for name in names if name))
-
-
-def _embedded(data: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str).decode()
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -132,6 +132,9 @@ def rollout_env(
         for loop in loops
     )
     sources = _source_runners(config, evaluation, engine, tasks, scenario_dir, ray)
+    cluster: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    if requests := config.resource_requests(gateway, evaluation):  # a pool needs Ray
+        cluster = partial(ray_builder("[run.rollout]", ray, scenario_dir).connected, requests)
     return RolloutEnv(
         book,
         tasks=tasks,
@@ -145,15 +148,8 @@ def rollout_env(
             engine, config.loop.sampling, scenario_dir, in_process=engine.type == "transformers" and in_process
         ),
         evaluation=evaluation,
-        cluster=_connected(config.resource_requests(gateway, evaluation), ray, scenario_dir),
+        cluster=cluster,
     )
-
-
-def _connected(
-    requests: Sequence[ResourceRequest], ray: RayOptions, scenario_dir: Path
-) -> Callable[[], AbstractAsyncContextManager[None]]:
-    """How to connect to Ray, if a pool needs it."""
-    return partial(ray_builder("[run.rollout]", ray, scenario_dir).connected, requests) if requests else nullcontext
 
 
 def _source_runners(

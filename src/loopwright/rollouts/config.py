@@ -87,21 +87,20 @@ class RolloutConfig(Config):
         key = f"{table}tasks, {source.label()}"
         if source.sampling is not None:
             sampling = source.sampling if sampling is None else overridden(sampling, source.sampling)
+        loop = self.loop
+        if source.loop is not None:  # with what it inherits from the run's
+            names = {*_INHERITED, *PlacementConfig.model_fields} - source.loop.model_fields_set
+            inherited = {name: getattr(self.loop, name) for name in names & self.loop.model_fields_set}
+            loop = source.loop.model_copy(update=inherited)
         return SourceSettings(
             source,
             key,
-            loop=self.loop if source.loop is None else self._complete(source.loop),
+            loop=loop,
             judger=source.judger or judger,
             produce=overridden(self.produce, source.produce),
             sampling=sampling,
             judger_key=f"{key}, judger" if source.judger is not None else judger_key,
         )
-
-    def _complete(self, loop: LoopConfig) -> LoopConfig:
-        """The loop of a source, with what it inherits from the run's."""
-        names = {*_INHERITED, *PlacementConfig.model_fields} - loop.model_fields_set
-        inherited = {name: getattr(self.loop, name) for name in names & self.loop.model_fields_set}
-        return loop.model_copy(update=inherited)
 
     def loop_pools(self, evaluation: EvalConfig | None = None) -> dict[str, dict[str, LoopConfig]]:
         """The distinct loops by name, in the pools that run them: the run's own is called "", others as their source.

@@ -65,14 +65,13 @@ class GroupProducer:
                 oldest = self.version - lane.config.max_staleness
                 lane.expired += [self._load(number) for number in self.env.buffer.expire(oldest, lane.sources)]
                 self._top_up(lane)
-            if all(self._is_ready(lane) for lane in self._lanes.all):
+            # Each lane has its part of the batch, or will not have more of it.
+            waiting_of = self.env.buffer.waiting_of
+            lanes = self._lanes.all
+            if all(waiting_of(lane.sources) >= lane.quota or not lane.open or self._give_up(lane) for lane in lanes):
                 return self._take(step)
             self._progress.clear()
             await self._progress.wait()
-
-    def _is_ready(self, lane: Lane) -> bool:
-        """Whether a lane has its part of the batch, or will not have more of it."""
-        return self.env.buffer.waiting_of(lane.sources) >= lane.quota or not lane.open or self._give_up(lane)
 
     def _take(self, step: int) -> list[Group]:
         """The groups of a batch."""

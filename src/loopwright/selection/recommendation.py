@@ -279,8 +279,13 @@ class _Front:
 
     def add(self, regimes: Group) -> None:
         """Add an action, as its repeats under each regime."""
-        is_single = len(regimes) == 1 and len(regimes[0]) == 1
-        objectives = regimes[0][0].objectives if is_single else _means(regimes, self._weights)
+        trials = [trial for group in regimes for trial in group]
+        objectives = trials[0].objectives
+        if len(trials) > 1:
+            # The weighted mean over regimes of the mean over repeats.
+            objectives = tuple(
+                estimate(samples_of(trials, o), self._weights).mean for o in range(len(trials[0].objectives))
+            )
         if len(objectives) > 1:
             self._actions.append(regimes)
         elif self._best is None or (objectives[0], -regimes[0][0].number) > self._best:
@@ -314,12 +319,6 @@ class _Robust:
         return self._best.values()
 
 
-def _means(regimes: Group, weights: Mapping[str, float]) -> tuple[float, ...]:
-    """Each objective: the weighted mean over regimes of the mean over repeats."""
-    trials = [trial for group in regimes for trial in group]
-    return tuple(estimate(samples_of(trials, o), weights).mean for o in range(len(trials[0].objectives)))
-
-
 def _candidate(
     regimes: Group,
     weights: Mapping[str, float],
@@ -330,8 +329,9 @@ def _candidate(
 ) -> Candidate:
     trials = [trial for group in regimes for trial in group]
     repeats = [trial.objectives[0] for trial in regimes[0]] if len(regimes) == 1 else []
+    intervals: tuple[tuple[float, float] | None, ...] = (None,) * len(trials[0].objectives)
     if len(trials) == 1:
-        objectives, intervals = trials[0].objectives, (None,) * len(trials[0].objectives)
+        objectives = trials[0].objectives
     else:
         estimates = [
             estimate(samples_of(trials, o), weights, tests, spreads[o] if spreads else None)

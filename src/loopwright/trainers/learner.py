@@ -312,9 +312,13 @@ class Learner:
             if (key := f"{_CRITIC}{name}") not in tensors:
                 raise wrong_checkpoint(directory, key)
             target.copy_(local_part(tensors[key], target))
-        optimizer = self.optimizer.state_dict()
-        states = [_subtree(tensors, f"optimizer/{name}/", target) for name, target in self.policy.trainable().items()]
-        optimizer["state"] = {index: state for index, state in enumerate(states) if state}
+        optimizer = {**self.optimizer.state_dict(), "state": {}}
+        for index, (name, target) in enumerate(self.policy.trainable().items()):
+            prefix = f"optimizer/{name}/"
+            values = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            if values:
+                parts = {k: local_part(v, target) if v.shape == target.shape else v for k, v in values.items()}
+                optimizer["state"][index] = parts
         self.optimizer.load_state_dict(optimizer)
 
     def _critic(self) -> dict[str, Tensor]:
@@ -381,8 +385,3 @@ def _flat(parts: Sequence[Tensor], device: str) -> Tensor:
 
 def _concatenate(parts: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([part for part in parts if part is not None])
-
-
-def _subtree(tensors: Mapping[str, Tensor], prefix: str, target: Tensor) -> dict[str, Tensor]:
-    values = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    return {name: local_part(value, target) if value.shape == target.shape else value for name, value in values.items()}

@@ -180,7 +180,10 @@ class _Training:
                 await self._evaluate(step, last=step)
             await self._checkpoint(learner, step)
             await self._in_thread(learner.save, self.directory / "policy")
-            self._complete_policy()
+            policy, source, checkpoint = self.directory / "policy", self.env.source, self.checkpoints.latest()
+            if policy.is_dir() and source is not None and checkpoint is not None:
+                card = model_card(self.env.book.ledger, config.model or source.engine.policy or "unknown")
+                complete_policy(policy, source.engine, source.sampling.temperature, checkpoint.directory, card)
         finally:
             await producer.pause(0)
             # However training ended, an engine that others use must not stay paused.
@@ -188,12 +191,6 @@ class _Training:
                 with suppress(LoopwrightError, TimeoutError):
                     async with asyncio.timeout(_WAKE_S):
                         await self.env.publish(self._last_update)
-
-    def _complete_policy(self) -> None:
-        policy, source, checkpoint = self.directory / "policy", self.env.source, self.checkpoints.latest()
-        if policy.is_dir() and source is not None and checkpoint is not None:
-            card = model_card(self.env.book.ledger, self.config.model or source.engine.policy or "unknown")
-            complete_policy(policy, source.engine, source.sampling.temperature, checkpoint.directory, card)
 
     # -- one step -------------------------------------------------------------------------------------------------
 

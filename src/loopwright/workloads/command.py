@@ -100,7 +100,10 @@ class CommandWorkload(Workload):
             if self._setup is not None and (failure := await self._prepare(job, self._setup)) is not None:
                 return failure
             if self._uses_checkpoint:
-                job = self._with_checkpoint(job)
+                checkpoint = job.checkpoint or job.directory / "checkpoint"
+                with storage(checkpoint):
+                    checkpoint.mkdir(exist_ok=True)
+                job = replace(job, arguments={"checkpoint": str(checkpoint), **job.arguments})
             if self._services is not None or self._slot_names:
                 return await self._run_in_slot(job)
             if self.config.progress is not None:
@@ -177,12 +180,6 @@ class CommandWorkload(Workload):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _with_checkpoint(self, job: Job) -> Job:
-        path = job.checkpoint or job.directory / "checkpoint"
-        with storage(path):
-            path.mkdir(exist_ok=True)
-        return replace(job, arguments={"checkpoint": str(path), **job.arguments})
 
     def _link(self, directory: Path, job: Job) -> None:
         """Link the input files and the products of the setup into the directory of a service."""
@@ -279,9 +276,14 @@ class CommandWorkload(Workload):
                 outcome, reason=describe_ending(completion, self.config.timeout_s, directory / "stderr"), usage=usage
             )
         pattern = self.config.success.regex
-        stdout = directory / "stdout"
-        if pattern is not None and not _contains(pattern, stdout, timeout_s):
-            return Result(Outcome.CRASHED, reason=f"stdout does not contain {pattern!r}", usage=usage)
+        if pattern is not None:
+            stdout = directory / "stdout"
+            if not stdout.is_file() or stdout.stat().st_size == 0:  # an empty file cannot be mapped
+                is_match = stdout.is_file() and regex.search(pattern.encode(), b"") is not None
+            else:
+                is_match = any(True for _ in _matches(pattern, stdout, "stdout", timeout_s))
+            if not is_match:
+                return Result(Outcome.CRASHED, reason=f"stdout does not contain {pattern!r}", usage=usage)
         return read_metrics(self._metrics, directory, usage, timeout_s)
 
     async def close(self) -> None:
@@ -291,12 +293,6 @@ class CommandWorkload(Workload):
 
     def kill(self) -> None:
         self.executor.kill_all()
-
-
-def _contains(pattern: str, stdout: Path, timeout_s: float) -> bool:
-    if not stdout.is_file() or stdout.stat().st_size == 0:  # an empty file cannot be mapped
-        return stdout.is_file() and regex.search(pattern.encode(), b"") is not None
-    return any(True for _ in _matches(pattern, stdout, "stdout", timeout_s))
 
 
 def describe_ending(completion: Completion, timeout_s: float | None, stderr: Path) -> str:

@@ -88,7 +88,9 @@ def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> 
     encoder = RegimeEncoder(draws) if draws.values else None
     if card["live"]:
         encoded = _encode_live(card, encoder, regime, observation)
-        return _native_action(card, predict(encoded))
+        choice, description = predict(encoded), card.get("action_space")
+        actions = flat_actions(decode_space(description, "action_space"), card["library"]) if description else None
+        return _as_json(choice if actions is None else actions.decode(choice))
     codec = ObservationCodec(card["metrics"], encoder, flat=True)
     encoded = codec.encode(Observation(metrics, regime))
     space = Space(parameters, tuple(card["constraints"]), frozenset(card["env_params"]))
@@ -144,13 +146,6 @@ def _encode_live(
     codec.set_regime(regime)
     flatten = flatten_codec(codec.gym_space, card["library"])
     return codec.encode(value) if flatten is None else flatten.encode(codec.encode(value))
-
-
-def _native_action(card: Mapping[str, Any], choice: Any) -> Any:
-    """The network's choice as the server's own action, in JSON."""
-    description = card.get("action_space")
-    actions = flat_actions(decode_space(description, "action_space"), card["library"]) if description else None
-    return _as_json(choice if actions is None else actions.decode(choice))
 
 
 def _as_json(action: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from inspect import Parameter, signature
 from pathlib import Path
@@ -101,7 +101,9 @@ class RllibLearner(PolicyLearner):
         while (left := (until - self.context.book.step) // self.context.trials_per_step) > 0:
             with self._shorter_batch(left) if left < self._batch else nullcontext():
                 result = self._algorithm.train()
-            self.record_update(_learner_numbers(result))
+            # Losses, KL divergence, entropy, learning rate.
+            numbers = result.get("learners", {}).get("default_policy", {})
+            self.record_update({str(n): float(v) for n, v in numbers.items() if isinstance(v, float | int | np.number)})
             self.checkpoint_if_due()
 
     @contextmanager
@@ -204,12 +206,6 @@ def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) ->
         .debugging(seed=config.seed, log_level="ERROR")
         .training(**options)
     )
-
-
-def _learner_numbers(result: Mapping[str, Any]) -> dict[str, float]:
-    """What RLlib's learner measured: losses, KL divergence, entropy, learning rate."""
-    numbers = result.get("learners", {}).get("default_policy", {})
-    return {str(name): float(value) for name, value in numbers.items() if isinstance(value, float | int | np.number)}
 
 
 def _with_batch(config: AlgorithmConfig, steps: int) -> AlgorithmConfig:

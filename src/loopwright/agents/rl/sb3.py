@@ -235,7 +235,10 @@ def _options(kind: type[BaseAlgorithm], slots: int, config: RlConfig, context: L
         default = default_rollout(config.trials // context.trials_per_step) if batched else 8
         steps = options["n_steps"] = max(2, (config.rollout or min(default, max_steps)) // slots)
         if batched:
-            options["batch_size"] = _even_batch(int(config.options.get("n_steps", steps)) * slots)
+            # Near to SB3's own, and a divisor of a rollout: a shorter last minibatch would weigh too much.
+            size = int(config.options.get("n_steps", steps)) * slots
+            divisors = [part for part in range(1, size + 1) if size % part == 0]
+            options["batch_size"] = min(divisors, key=lambda part: abs(math.log(part / _BATCH)))
     elif issubclass(kind, OffPolicyAlgorithm):
         options["learning_starts"] = min(100, max(1, max_steps // 10))
         options["buffer_size"] = min(1_000_000, max(1000, max_steps))
@@ -248,12 +251,6 @@ def _options(kind: type[BaseAlgorithm], slots: int, config: RlConfig, context: L
     if config.hidden is not None and "policy_kwargs" in config.options:
         options["policy_kwargs"] = {"net_arch": list(config.hidden), **config.options["policy_kwargs"]}
     return {name: value for name, value in options.items() if name in parameters}
-
-
-def _even_batch(steps: int) -> int:
-    """The minibatch nearest to SB3's own that divides a rollout evenly: a shorter last one would weigh too much."""
-    divisors = [size for size in range(1, steps + 1) if steps % size == 0]
-    return min(divisors, key=lambda size: abs(math.log(size / _BATCH)))
 
 
 def load_policy(algorithm: str, directory: Path) -> Callable[[Any], Any]:

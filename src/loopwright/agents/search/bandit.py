@@ -86,18 +86,15 @@ class Bandit(SpaceAgent):
         ]
         if self._tries_all and (untried := [arm for arm in alive if not self._pulls[arm, regime].n]):
             return self._arms[random.choice(untried)]
-        noise = self._noise(regime)
+        # The variance of repeats under the regime; without repeats, the spread of all rewards there.
+        repeated = [self._pulls[arm, regime] for arm in self._arms if self._pulls[arm, regime].n > 1]
+        freedom = sum(pulls.n - 1 for pulls in repeated)
+        noise = sum(pulls.scatter for pulls in repeated) / freedom if freedom else self._width(regime) ** 2
         return self._arms[max(alive, key=lambda arm: self._plausible(arm, regime, noise, random))] if alive else None
 
     def _width(self, regime: str) -> float:
         low, high = self._extremes.get(regime, (0.0, 0.0))
         return (high - low) / 2 or 1.0
-
-    def _noise(self, regime: str) -> float:
-        """The variance of repeats under a regime; without repeats, the spread of all rewards there."""
-        repeated = [self._pulls[arm, regime] for arm in self._arms if self._pulls[arm, regime].n > 1]
-        freedom = sum(pulls.n - 1 for pulls in repeated)
-        return sum(pulls.scatter for pulls in repeated) / freedom if freedom else self._width(regime) ** 2
 
     def _plausible(self, arm: str, regime: str, noise: float, random: Random) -> float:
         regime_pulls, here, width = self._by_regime[regime], self._pulls[arm, regime], self._width(regime)

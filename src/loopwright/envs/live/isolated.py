@@ -348,20 +348,15 @@ def _handle(server: RegimeServer, request: Any) -> Any:
     try:
         if type(request) is ResetRequest:
             return server.reset(seed=request.seed, options=request.options)
-        return _render(server) if type(request) is RenderRequest else server.step(request.action)
+        return server.render() if type(request) is RenderRequest else server.step(request.action)
     except ServerError as error:
         return Failure(str(error), is_unusable=True)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's environment may raise anything
+        if type(request) is RenderRequest and isinstance(error, Exception):
+            # Not a reason to build the copy again: it may continue without images.
+            return Failure(f"render() failed: {type(error).__name__}: {error}", is_unusable=True)
         server.discard()
         return Failure(f"{type(error).__name__}: {error}")
-
-
-def _render(server: RegimeServer) -> Any:
-    try:
-        return server.render()
-    except Exception as error:
-        # Not a reason to build the copy again: it may go on without images.
-        raise ServerError(f"render() failed: {type(error).__name__}: {error}") from error
 
 
 def _sendable(response: Any) -> Any:

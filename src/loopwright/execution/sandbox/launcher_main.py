@@ -33,19 +33,15 @@ def main(filter_file: str, groups: str, *command: str) -> None:
     number = _KEYCTL[os.uname().machine]
     # Without a name: an anonymous keyring that nobody else can join.
     if _ctypes.call_function(_ctypes.dlsym(libc, "syscall"), (number, _JOIN_SESSION_KEYRING, 0)) < 0:
-        _check_error(number)
+        import ctypes  # takes as long as all the rest
+
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.syscall(number, _JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() not in _NO_KEYS:
+            sys.exit(f"cannot create a session keyring: {os.strerror(ctypes.get_errno())}")
     program = os.open(filter_file, os.O_RDONLY)
     os.dup2(program, FILTER_FD)
     os.set_inheritable(FILTER_FD, True)  # It may be the same file.
     os.execvp(command[0], command)  # noqa: S606  No shell is needed.
-
-
-def _check_error(number: int) -> None:
-    import ctypes  # takes as long as all the rest
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(number, _JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() not in _NO_KEYS:
-        sys.exit(f"cannot create a session keyring: {os.strerror(ctypes.get_errno())}")
 
 
 if __name__ == "__main__":

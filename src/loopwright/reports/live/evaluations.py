@@ -96,7 +96,8 @@ class Evaluations:
         """The result in a few words."""
         if len(self.results) > 1:
             mean = self.interquartile_mean
-            return f"interquartile mean {_spread(mean)} over {len(self.results)} seeds"
+            interval = f"95 % interval {number(mean.low)} to {number(mean.high)}"
+            return f"interquartile mean {number(mean.mean)} ({interval}) over {len(self.results)} seeds"
         step = self.results[0].last
         count = len(step.numbers["returns"])
         return f"mean return {number(step.numbers['return'])} in {count} evaluation episodes"
@@ -155,7 +156,3 @@ def _row(step: Step, before: int) -> list[float]:
     low, high = (step.numbers.get(f"return_{end}") for end in ("low", "high"))
     own = step.step - before
     return [own, mean, mean if low is None else low, mean if high is None else high, own]
-
-
-def _spread(value: Difference) -> str:
-    return f"{number(value.mean)} (95 % interval {number(value.low)} to {number(value.high)})"

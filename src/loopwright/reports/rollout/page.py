@@ -51,13 +51,18 @@ def view(digest: RolloutDigest, chart: dict[str, Any]) -> dict[str, Any]:
         tokenizer = tokenizer_of(digest.part("engine"), digest.folder)
         episodes = samples(ledger, tokenizer)
         task_episodes = task_samples(ledger, tokenizer, digest.rollouts.hardest_trials)
+    # The first rollouts beside the last: the rewards of a policy that is not trained should not drift.
+    rewards = digest.rollouts.rewards
+    count = min(WINDOW, len(rewards) // 2)
     return {
         **tables(),
         "task_episodes": task_episodes,
         "answer_rows": _answer_rows(digest) if digest.rollouts.total.count else [],
         "summary": _summary(digest),
         "marks": _marks(digest, chart),
-        "trend": _trend(digest.rollouts.rewards),
+        "trend": {"count": count, "first": fsum(rewards[:count]) / count, "last": fsum(rewards[-count:]) / count}
+        if count > 1
+        else None,
         "samples": episodes,
     }
 
@@ -76,14 +81,6 @@ def _answer_rows(digest: RolloutDigest) -> list[tuple[str, str]]:
         ("turns per rollout", number(total.turns / total.count, 3)),
         ("without a reward", f"{number(digest.unscored)} of {number(total.ended)}" if digest.unscored else "0"),
     ]
-
-
-def _trend(rewards: Sequence[float]) -> dict[str, float] | None:
-    """The first rollouts beside the last: the rewards of a policy that is not trained should not drift."""
-    count = min(WINDOW, len(rewards) // 2)
-    if count < 2:
-        return None
-    return {"count": count, "first": fsum(rewards[:count]) / count, "last": fsum(rewards[-count:]) / count}
 
 
 def _summary(digest: RolloutDigest) -> list[tuple[str, str]]:

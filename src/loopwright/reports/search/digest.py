@@ -243,21 +243,18 @@ class Digest:
 def read_search(ledger: Ledger) -> Digest:
     """The digest of a search, or of an RL agent that was trained on batch trials."""
     trials, trouble = _readable(ledger)
+    try:
+        evaluations = Evaluations.read(ledger)
+    except LoopwrightError:  # a damaged ledger
+        evaluations = Evaluations()
     return Digest(
         **basics(ledger),
         trials=trials,
         trouble=trouble,
         policy=comparison(lambda name: _state(ledger, name)),
-        evaluations=_evaluations(ledger),
+        evaluations=evaluations,
         span=_span(ledger),
     )
-
-
-def _evaluations(ledger: Ledger) -> Evaluations:
-    try:
-        return Evaluations.read(ledger)
-    except LoopwrightError:  # a damaged ledger
-        return Evaluations()
 
 
 def _span(ledger: Ledger) -> tuple[float | None, float | None]:

@@ -75,6 +75,8 @@ class TrajectoryFile(Observer):
 
     def __init__(self, ledger: Ledger, directory: Path) -> None:
         self._ledger, self._path = ledger, directory / "trajectory.csv"
+        self._row = io.StringIO()
+        self._rows = csv.writer(self._row)
         self._start()
 
     def _start(self) -> None:
@@ -94,8 +96,10 @@ class TrajectoryFile(Observer):
             self.close()  # `loopwright report` has put a new file in its place
             self._start()
             return
-        row, reward = io.StringIO(), trial.reward
-        csv.writer(row).writerow(
+        reward = trial.reward
+        self._row.seek(0)
+        self._row.truncate()
+        self._rows.writerow(
             (
                 trial.number,
                 _json(trial.action),
@@ -113,7 +117,7 @@ class TrajectoryFile(Observer):
                 *self._columns.more(trial.action, trial.metrics, trial.usage),
             )
         )
-        self._file.write(row.getvalue().encode("utf-8", "replace"))
+        self._file.write(self._row.getvalue().encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Close the file."""

@@ -74,18 +74,14 @@ def trained_batches(ledger: Ledger, digest: TrainingDigest, tokenizer: Tokenizer
             continue
         mean = fsum(baseline) / len(baseline)
         largest = max(abs(_reward(rollout) - mean) for rollout in group)
-        ends = {"best": max(group, key=_reward), "worst": min(group, key=_reward)}
-        episodes = [
-            sample(
-                f"{title} of {number(len(group))}",
-                rollout,
-                tokenizer,
-                note=f"advantage {signed(_reward(rollout) - mean)}, against a group mean of {number(mean, 3)}",
-                css=_shade(_reward(rollout) - mean, largest),
-                most=_TOKENS,
-            )
-            for title, rollout in ends.items()
-        ]
+        episodes = []
+        for title, rollout in (("best", max(group, key=_reward)), ("worst", min(group, key=_reward))):
+            advantage = _reward(rollout) - mean
+            note = f"advantage {signed(advantage)}, against a group mean of {number(mean, 3)}"
+            shade = f"{'up' if advantage > 0 else 'down'}{'2' if abs(advantage) >= _STEEP * largest else '1'}"
+            caption = f"{title} of {number(len(group))}"
+            css = shade if advantage else ""
+            episodes.append(sample(caption, rollout, tokenizer, note=note, css=css, most=_TOKENS))
         title, note = f"What step {number(step)} was trained on", "the group with the widest range of rewards"
         batches.append(SampleGroup(title, note, tuple(episodes)))
     return batches
@@ -94,9 +90,3 @@ def trained_batches(ledger: Ledger, digest: TrainingDigest, tokenizer: Tokenizer
 def _reward(rollout: Rollout) -> float:
     reward = rollout.episode.reward
     return 0.0 if reward is None else reward.value
-
-
-def _shade(advantage: float, largest: float) -> str:
-    if not advantage:
-        return ""
-    return ("up" if advantage > 0 else "down") + ("2" if abs(advantage) >= _STEEP * largest else "1")

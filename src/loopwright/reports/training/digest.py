@@ -136,25 +136,22 @@ def value_of(step: Step, name: str) -> float | None:
 def read_training(ledger: Ledger) -> TrainingDigest:
     """The digest of a training run."""
     evals = list(steps(ledger, "eval"))
+    pairs: list[Pair] = []
+    if len(measured := _with_reward(evals)) > 1:
+        first, last = (_by_task(ledger, measured[end]) for end in (0, -1))
+        pairs = [Pair(first[task][0], last[task][0], (first[task][1], last[task][1])) for task in first if task in last]
     query = f"SELECT ifnull(outcome, 'running'), count(*) FROM trials WHERE {EVALUATED} IS NULL GROUP BY 1"
     return TrainingDigest(
         **rollout_basics(ledger) | {"counts": dict(ledger.transaction.rows(query))},
         train=list(steps(ledger, "train")),
         evals=evals,
-        pairs=_pairs(ledger, _with_reward(evals)),
+        pairs=pairs,
         failed_evaluations=failed_rollouts(ledger, f"{EVALUATED} IS NOT NULL"),
     )
 
 
 def _with_reward(evals: Sequence[Step]) -> list[Step]:
     return [step for step in evals if is_number(step.numbers.get("reward"))]
-
-
-def _pairs(ledger: Ledger, measured: Sequence[Step]) -> list[Pair]:
-    if len(measured) < 2:
-        return []
-    first, last = (_by_task(ledger, measured[end]) for end in (0, -1))
-    return [Pair(first[task][0], last[task][0], (first[task][1], last[task][1])) for task in first if task in last]
 
 
 def _by_task(ledger: Ledger, step: Step) -> dict[tuple[str, int], tuple[int, float]]:

@@ -6,7 +6,7 @@ import orjson
 
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number
-from loopwright.reports.training.digest import TrainingDigest, read_training, verdict, warnings
+from loopwright.reports.training.digest import read_training, verdict, warnings
 
 
 def model_card(ledger: Ledger, model: str) -> str:
@@ -14,6 +14,11 @@ def model_card(ledger: Ledger, model: str) -> str:
     digest = read_training(ledger)
     settings = "\n".join(f"| `{name}` | `{_text(value)}` |" for name, value in digest.agent.items())
     caveats = "".join(f"- {line}\n" for line in warnings(digest)) or "- None were noticed.\n"
+    differences = [value for step in digest.train if (value := step.numbers.get("mismatch_max")) is not None]
+    mismatch = ""
+    if differences:
+        largest = number(max(differences))
+        mismatch = f"In training, recorded and recomputed logprobs of a token differed by at most {largest}.\n"
     return f"""---
 library_name: transformers
 tags: [loopwright, reinforcement-learning]
@@ -34,20 +39,13 @@ Tasks: `{_text(digest.rollout.get("tasks"))}`
 ## Caveats
 {caveats}
 ## Audit
-{_mismatch(digest)}`loopwright audit {digest.folder.parent.name}` recomputes the recorded logprobs from the checkpoints.
+{mismatch}`loopwright audit {digest.folder.parent.name}` recomputes the recorded logprobs from the checkpoints.
 
 ## Settings
 | | |
 |---|---|
 {settings}
 """
-
-
-def _mismatch(digest: TrainingDigest) -> str:
-    largest = [step.numbers["mismatch_max"] for step in digest.train if step.numbers.get("mismatch_max") is not None]
-    if not largest:
-        return ""
-    return f"In training, recorded and recomputed logprobs of a token differed by at most {number(max(largest))}.\n"
 
 
 def _text(value: Any) -> str:

@@ -105,7 +105,10 @@ class RemoteRollout:
             raise
         except OSError as error:  # a disk or a sandbox that fails
             if isinstance(error, SandboxError) and not self._config.workers:
-                await self._check_sandbox()
+                try:  # whether a further rollout could open its sandbox
+                    await asyncio.to_thread(self._context.sandbox.check)
+                except SandboxError as problem:
+                    raise PoolDown(str(problem)) from problem
             return self._episode(None, Blame(Outcome.LOST, Fault.INFRA, str(error)), {})
         except LoopwrightError as error:
             return self._episode(None, Blame(Outcome.CRASHED, Fault.WORKLOAD, str(error)), {})
@@ -136,13 +139,6 @@ class RemoteRollout:
         if reports and prepared is not None:
             evidence["verifier"] = combine_reports(prepared, reports)
         return self._episode(completed, blame, evidence)
-
-    async def _check_sandbox(self) -> None:
-        """PoolDown if no further rollout could open its sandbox either."""
-        try:
-            await asyncio.to_thread(self._context.sandbox.check)
-        except SandboxError as error:
-            raise PoolDown(str(error)) from error
 
     # -- phases -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ set up here.
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -143,17 +143,15 @@ async def _solve(task: Any, sample: Any, model: Any) -> tuple[Any, Exception | N
 def _refusal(error: BaseException) -> Exception | None:
     """What the gateway refused, such as one turn too many, which is the policy's fault; RolloutFailed if it is away."""
     openai = import_module("openai")
-    causes = list(_causes(error))
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     for cause in causes:
         if isinstance(cause, openai.APIConnectionError | openai.InternalServerError):
             raise RolloutFailed(describe_error(cause), Fault.INFRA) from error
     return next((cause for cause in causes if isinstance(cause, openai.APIStatusError)), None)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 async def _score(task: Any, state: Any, sample: Any) -> Any:

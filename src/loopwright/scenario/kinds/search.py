@@ -96,7 +96,6 @@ class SearchRun(RunKind):
         self._check_steps(raw, checker)
         self._check_stopping(checker)
         self._check_conditions(space, checker)
-        self._check_constraints(space, checker)
         if agent is not None and self.agent is not None:
             self._check_agent(agent, self.agent, space, checker)
         elif "agent" not in raw:
@@ -153,13 +152,6 @@ class SearchRun(RunKind):
             hint = did_you_mean(stop.metric, list(names))
             checker.add("[[run]] stop.metric", f"{stop.metric!r} is not reported. {hint}")
 
-    def _check_constraints(self, space: Space, checker: Checker) -> None:
-        """Report constraints that no point satisfies, where all points can be tried."""
-        if not space.constraints or space.drawn or not space.enumerable or space.grid_size > _POINTS_TRIED:
-            return
-        if all(space.violated(point, {}) is not None for point in space.points()):
-            checker.add("[run.workload] constraints", "no combination of the arguments satisfies them; relax one.")
-
     def _check_conditions(self, space: Space, checker: Checker) -> None:
         for name, parameter in space.tunable.items():
             if parameter.when is None:
@@ -180,6 +172,9 @@ class SearchRun(RunKind):
         problem = space.violated(space.first(), regime)
         if problem is not None and "has no value" in problem and "division" not in problem:
             checker.add("[run.workload] constraints", f"{problem}.")
+        can_try_all = space.constraints and not space.drawn and space.enumerable and space.grid_size <= _POINTS_TRIED
+        if can_try_all and all(space.violated(point, {}) is not None for point in space.points()):
+            checker.add("[run.workload] constraints", "no combination of the arguments satisfies them; relax one.")
 
     def _check_agent(self, agent: type[Agent], config: AgentConfig, space: Space, checker: Checker) -> None:
         if not space.tunable and not issubclass(agent, Grid):
