@@ -70,17 +70,9 @@ def command(
     --group and --task choose among the episodes or rows of rollouts.
     With --steps, for training runs: steps.csv, steps.parquet or steps.jsonl, one row per step and per evaluation.
     """
-    if format in (Format.OPTUNA, Format.GGUF) and (steps or rows):
-        raise typer.BadParameter(f"{format} files have neither rows nor steps; remove --rows and --steps.")
-    if steps and (rows or format is Format.VERL):
-        raise typer.BadParameter("--steps are exported as csv, parquet or jsonl, and without --rows.")
-    if rows and format is Format.CSV:
-        raise typer.BadParameter("rows of tokens do not fit into CSV; add --format parquet, jsonl or verl.")
     which = Selection(group, task)
-    if which != ALL and (steps or not (rows or format in (Format.JSONL, Format.VERL))):
-        raise typer.BadParameter(
-            "--group and --task choose episodes or rows; add --format jsonl, --format verl or --rows."
-        )
+    if problem := _problem_of(format, which, rows=rows, steps=steps):
+        raise typer.BadParameter(problem)
     ledgers = sorted(output.glob("*/ledger.db"))
     if not ledgers:
         raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
@@ -99,20 +91,11 @@ def command(
                 check_selection(ledger, which)
             if steps:
                 new = [_STEPS[format](ledger, path.parent)] if steps_export.has_steps(ledger) else []
-            elif rows or format is Format.VERL:
-                new = [_ROWS[format](ledger, path.parent, which)] if has_rollouts else []
-            elif format is Format.JSONL:
-                new = [rollouts.write_episodes(ledger, path.parent, which)] if has_rollouts else []
-            elif format is Format.OPTUNA:
-                is_search = kind_of(ledger.state("run", {})) == "search"
-                new = [write_optuna(ledger, path.parent / "optuna.db")] if is_search else []
-            elif format is Format.GGUF:
-                policy = path.parent / "policy"
-                new = [write_gguf(policy)] if (policy / "config.json").is_file() else []
-            elif format is Format.PARQUET:
-                new = [write_parquet(ledger, path.parent / "trials.parquet")]
+            elif rows or format in (Format.VERL, Format.JSONL):
+                write = _ROWS[format] if rows or format is Format.VERL else rollouts.write_episodes
+                new = [write(ledger, path.parent, which)] if has_rollouts else []
             else:
-                new = write_csv(ledger, path.parent)
+                new = _write_run(ledger, path.parent, format)
         for file in new:
             typer.echo(file)
         files += new
@@ -124,3 +107,30 @@ def command(
         raise LedgerError(f"no run in {output} has trained anything yet, so there are no steps.")
     if not files:
         raise LedgerError(f"there are no rollouts in {output}, so no episodes or rows. Use --format csv or parquet.")
+
+
+def _problem_of(format: Format, which: Selection, *, rows: bool, steps: bool) -> str | None:
+    """Why these options do not go together."""
+    if format in (Format.OPTUNA, Format.GGUF) and (steps or rows):
+        return f"{format} files have neither rows nor steps; remove --rows and --steps."
+    if steps and (rows or format is Format.VERL):
+        return "--steps are exported as csv, parquet or jsonl, and without --rows."
+    if rows and format is Format.CSV:
+        return "rows of tokens do not fit into CSV; add --format parquet, jsonl or verl."
+    if which != ALL and (steps or not (rows or format in (Format.JSONL, Format.VERL))):
+        return "--group and --task choose episodes or rows; add --format jsonl, --format verl or --rows."
+    return None
+
+
+def _write_run(ledger: Ledger, directory: Path, format: Format) -> list[Path]:
+    """A run as a whole; nothing if it has nothing of that format."""
+    match format:
+        case Format.OPTUNA:
+            is_search = kind_of(ledger.state("run", {})) == "search"
+            return [write_optuna(ledger, directory / "optuna.db")] if is_search else []
+        case Format.GGUF:
+            policy = directory / "policy"
+            return [write_gguf(policy)] if (policy / "config.json").is_file() else []
+        case Format.PARQUET:
+            return [write_parquet(ledger, directory / "trials.parquet")]
+    return write_csv(ledger, directory)

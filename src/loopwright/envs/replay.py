@@ -61,7 +61,13 @@ class Recording:
         common = (name for name in ok[0].metrics if all(name in result.metrics for result in ok))
         self._names = list(dict.fromkeys([*self.labels, *common]))
         """What the model predicts; it is fitted to the first."""
-        self._means = {key: self._mean(answers) for key, answers in self._answers.items()}
+        self._means: dict[str, list[float] | None] = {}
+        """The mean of each value over the measurements of a point; None if it ever failed."""
+        for key, answers in self._answers.items():
+            self._means[key] = None
+            if all(answer.outcome is Outcome.OK for answer in answers):
+                sums = (fsum(answer.metrics[name] for answer in answers) for name in self._names)
+                self._means[key] = [value / len(answers) for value in sums]
         arguments = [self._free(self.space.arguments(*point)) for point in self.points.values()]
         self.model = NeighbourModel(table, arguments, list(self._means.values()))
 
@@ -102,12 +108,6 @@ class Recording:
             mean = self._means[key]
             return None if mean is None else mean[0]
         return self.answer(arguments).metrics.get(self.labels[0])
-
-    def _mean(self, answers: Sequence[Result]) -> list[float] | None:
-        """The mean of each value over the measurements of a point; None if it ever failed."""
-        if any(answer.outcome is not Outcome.OK for answer in answers):
-            return None
-        return [fsum(answer.metrics[name] for answer in answers) / len(answers) for name in self._names]
 
     def _free(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in arguments.items() if name not in self.space.fixed}

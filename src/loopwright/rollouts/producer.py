@@ -192,17 +192,15 @@ class GroupProducer:
                 self.discarded.last_failure,
             )
 
-    def _usable(self, lane: Lane) -> int:
-        """How many groups, open or ready, the next batches can use before one that is opened now is too old."""
-        if not lane.is_async:
-            return lane.quota
-        batches = lane.config.max_staleness + 1 - (self._next_version - self.version)
-        return self._lanes.plan(self._batch_size * max(0, batches))[lane.name]
-
     def _top_up(self, lane: Lane) -> None:
         """Open groups until there are enough, open or ready."""
         while not lane.is_paused and len(lane.open) < lane.max_open:
-            if len(lane.open) + self.env.buffer.waiting_of(lane.sources) >= self._usable(lane):
+            # How many groups, open or ready, the next batches can use before one that is opened now is too old.
+            usable = lane.quota
+            if lane.is_async:
+                batches = lane.config.max_staleness + 1 - (self._next_version - self.version)
+                usable = self._lanes.plan(self._batch_size * max(0, batches))[lane.name]
+            if len(lane.open) + self.env.buffer.waiting_of(lane.sources) >= usable:
                 return
             if self.env.book.stopping or not self.env.book.has_budget(self.group_size + self._replacements()):
                 return

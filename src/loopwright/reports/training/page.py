@@ -125,7 +125,15 @@ def _summary(digest: TrainingDigest) -> list[tuple[str, str]]:
 
 def chart_data(digest: TrainingDigest) -> dict[str, Any]:
     """The curves as columns, thinned if there are too many steps to draw."""
-    train = [Step(step.step, step.at, {**step.numbers, **_speed(step)}) for step in digest.train]
+    train = []
+    for step in digest.train:
+        tokens = step.numbers.get("tokens")
+        durations = [seconds for name in _PHASES if is_number(seconds := step.numbers.get(name))]
+        speed = {}
+        # A step that was repeated after a crash did not wait for rollouts.
+        if is_number(tokens) and len(durations) == len(_PHASES) and (seconds := fsum(durations)):
+            speed = {"tokens_per_s": tokens / seconds}
+        train.append(Step(step.step, step.at, {**step.numbers, **speed}))
     names = dict.fromkeys([*_TITLES, *(name for step in train for name in step.numbers)])
     single = {name: _points(train, name) for name in names if name not in _ASIDE and name not in _PHASES}
     varied = {name: points for name, points in single.items() if len({value for _, value in points}) > 1}
@@ -165,14 +173,6 @@ def _curve_marks(curve: Mapping[str, Any], skipped: Sequence[int]) -> list[tuple
 
 def _title(name: str) -> CurveTitle:
     return _TITLES.get(name) or CurveTitle(name.replace("_", " "))
-
-
-def _speed(step: Step) -> dict[str, float]:
-    tokens, phases = step.numbers.get("tokens"), [step.numbers.get(phase) for phase in _PHASES]
-    seconds = fsum(phase for phase in phases if is_number(phase))
-    if not is_number(tokens) or not all(map(is_number, phases)) or not seconds:
-        return {}  # a step that was repeated after a crash did not wait for rollouts
-    return {"tokens_per_s": tokens / seconds}
 
 
 def _points(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
