@@ -5,10 +5,12 @@ import shutil
 import socket
 from urllib.parse import urlsplit
 
+import aiohttp
 import orjson
 import pytest
 
 from loopwright.core.episode import Episode
+from loopwright.gateway.sessions import description
 from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.clients import chat, text_of
 from tests.gateway.harness import Replier, client_of, run, serve, until, user
@@ -28,6 +30,38 @@ def test_t16_a_row_names_its_nodes_finishes_verdicts_and_sampling():
             assert turns == [(2, "stop", "exact"), (5, "length", "forked")]
             assert first["turns"][0]["sampling"]["temperature"] == 0.5
             assert second["turns"][0]["sampling"] == {}
+
+    run(story)
+
+
+@pytest.mark.parametrize("status", ["open", "frozen", "complete"])
+def test_t15_a_large_session_is_described_in_pieces_with_the_same_content(tmp_path, monkeypatch, status):
+    """Given limits that make every session large, and numbers in several slices, the response is the same."""
+    parts = {"open": "", "frozen": "/freeze", "complete": "/complete"}
+
+    async def story():
+        async with serve(Replier("hello"), output=tmp_path) as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open("t")
+            async with client_of(session) as client:
+                for text in ("one", "two"):
+                    await chat(client, [user("first"), user(text)], n=2, logit_bias=None, temperature=0.5)
+            url, headers = f"{gateway.address}/sessions/t", {"authorization": f"Bearer {session.key}"}
+            if parts[status]:
+                async with http.post(url + parts[status], headers=headers) as response:
+                    assert response.status == 200
+            async with http.get(url, headers=headers) as response:
+                small = await response.json()
+            monkeypatch.setattr(description, "_MAX_SMALL", 0)
+            monkeypatch.setattr(description, "_SLICE", 2)
+            monkeypatch.setattr(description, "_PIECE_BYTES", 100)
+            async with http.get(url, headers=headers) as response:
+                assert response.headers["transfer-encoding"] == "chunked"
+                large = await response.json()
+            durations = dict.fromkeys(("silent_s", "engine_s"), 0)
+            phases = {name: {**data["episode"], "attempts": []} for name, data in (("a", small), ("b", large))}
+            assert {**large, **durations, "episode": phases["b"]} == {**small, **durations, "episode": phases["a"]}
+            assert len(large["rows"]) == 4
+            assert large["snapshot"] == (None if status == "open" else description.snapshot_of(large))
 
     run(story)
 
@@ -85,7 +119,7 @@ def test_t16_a_finished_turn_that_never_arrived_and_was_repeated_is_marked_and_n
             assert [each["abandoned"] for each in turns] == [True, False, False], "answers that arrived count"
             await session.close()
         async with serve(Replier(), output=tmp_path) as gateway:
-            described = gateway.find("t").verify()
+            described = (await gateway.find("t").verify()).as_dict()
             assert described["turns"] == turns
             assert [row["nodes"][-1] for row in described["rows"]] == [turn["node"] for turn in turns[1:]]
             episode = Episode.from_json(orjson.loads(orjson.dumps(described["episode"])))

@@ -224,10 +224,10 @@ def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tm
                     await until(lambda: session.served.running == 1)
                 await session.close()
                 await asyncio.gather(*talks, return_exceptions=True)
-            verification = session.served.verify()
+            verification = (await session.served.verify()).as_dict()
             assert [turn["sampled_tokens"] for turn in verification["turns"]] == [2, 0]
         async with serve(output=tmp_path) as gateway:
-            again = gateway.find("t").verify()
+            again = (await gateway.find("t").verify()).as_dict()
             assert (again["snapshot"], again["turns"]) == (verification["snapshot"], verification["turns"])
 
     run(body)
@@ -253,12 +253,12 @@ def test_t04_rows_missed_on_a_full_disk_are_written_later(tmp_path, fails, close
                     await session.close()
                 else:
                     await chat(client, [user("after")])
-                verification = session.served.verify()
+                verification = (await session.served.verify()).as_dict()
                 shutil.copytree(tmp_path, f"{tmp_path}-killed")
         assert verification["verdicts"]["broken"] == 0
         assert verification["turns"][1]["sampled_tokens"] == (0 if fails == "intent" else 6)
         async with serve(output=tmp_path.with_name(f"{tmp_path.name}-killed")) as gateway:
-            again = gateway.find("t").verify()
+            again = (await gateway.find("t").verify()).as_dict()
             for part in ("snapshot", "turns", "rows", "status"):
                 assert again[part] == verification[part]
             assert again["episode"]["nodes"] == verification["episode"]["nodes"]

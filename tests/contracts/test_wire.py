@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from loopwright.engines.base import Chunk
-from loopwright.gateway.sessions.served_session import snapshot_of
+from loopwright.gateway.sessions.description import snapshot_of
 from tests.engines.fake_servers import chunks_from, engine_of
 from tests.engines.fake_servers import serve as serve_engine
 from tests.gateway.harness import ADD, END, Replier, call, claude_of, client_of, run, serve, user
@@ -369,12 +369,12 @@ def test_t05_a_frozen_session_matches_its_snapshot(tmp_path):
         with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
             blob = store.execute("SELECT logprobs FROM nodes WHERE finish = 'stop'").fetchone()[0]
         async with serve(Replier("yes"), output=tmp_path) as gateway:
-            assert gateway.find(session.id).verify(frozen["snapshot"])["rows"], "after a restart too"
+            assert (await gateway.find(session.id).verify(frozen["snapshot"])).as_dict()["rows"], "after a restart too"
         with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
             store.execute("UPDATE nodes SET logprobs = ? WHERE finish = 'stop'", (blob[:-8] + bytes(8),))
         async with serve(Replier("yes"), output=tmp_path) as gateway:
             with pytest.raises(PermissionError, match="differs from what was frozen"):
-                gateway.find(session.id).verify()
+                (await gateway.find(session.id).verify()).as_dict()
 
     run(body)
 

@@ -71,6 +71,19 @@ class Node:
         finish, sampling, is_delivered = data.get("finish"), data.get("sampling", {}), data.get("is_delivered", True)
         return cls(data["parent"], data["message"], ids, logprobs, spans, finish, sampling, is_delivered)
 
+    def as_json(self) -> dict[str, Any]:
+        """The inverse of `from_json`."""
+        return {
+            "parent": self.parent,
+            "message": self.message,
+            "ids": self.ids,
+            "logprobs": self.logprobs,
+            "spans": [(span.start, span.stop, span.version) for span in self.spans],
+            **({"finish": self.finish} if self.finish else {}),
+            **({"sampling": self.sampling} if self.sampling else {}),
+            **({} if self.is_delivered else {"is_delivered": False}),
+        }
+
     @property
     def mask(self) -> tuple[int, ...]:
         """1 for each token that the policy sampled."""
@@ -253,13 +266,16 @@ class Episode:
         )
 
     def rows(self, oldest: int | None = None, *, with_abandoned: bool = False) -> list[Row]:
+        """All rows of `iter_rows`."""
+        return list(self.iter_rows(oldest, with_abandoned=with_abandoned))
+
+    def iter_rows(self, oldest: int | None = None, *, with_abandoned: bool = False) -> Iterator[Row]:
         """A row per branch. A sampled token that several branches share is trained on in the first one only.
 
         Tokens sampled by a version before `oldest`, those of a steered turn and, unless asked for, those of an
         abandoned one are part of the response, but are not trained on; a row without any token to train on is omitted.
         """
         exported: set[int] = set() if with_abandoned else set(self.abandoned)
-        rows = []
         for path in self.branches():
             nodes = [self.nodes[index] for index in path]
             fresh = _joined(
@@ -277,18 +293,15 @@ class Episode:
             if 1 not in mask:
                 continue
             ids = _joined(node.ids for node in nodes)
-            rows.append(
-                Row(
-                    prompt_ids=ids[:first],
-                    response_ids=ids[first:],
-                    response_mask=mask[first:],
-                    logprobs=_joined(node.logprobs for node in nodes)[first:],
-                    versions=versions[first:],
-                    reward=None if self.reward is None else self.reward.value,
-                    nodes=path,
-                )
+            yield Row(
+                prompt_ids=ids[:first],
+                response_ids=ids[first:],
+                response_mask=mask[first:],
+                logprobs=_joined(node.logprobs for node in nodes)[first:],
+                versions=versions[first:],
+                reward=None if self.reward is None else self.reward.value,
+                nodes=path,
             )
-        return rows
 
     def as_verl(self, oldest: int | None = None) -> list[dict[str, Any]]:
         """The rows under the names of verl's AgentLoopOutput."""
@@ -318,8 +331,8 @@ class Episode:
 
     # -- as plain data ------------------------------------------------------------------------------------------
 
-    def as_json(self) -> dict[str, Any]:
-        """The whole episode as plain data: a line of JSONL, a payload in the ledger."""
+    def as_json(self, *, with_nodes: bool = True) -> dict[str, Any]:
+        """The whole episode as plain data: a line of JSONL, a payload in the ledger. The nodes are at its end."""
         reward = self.reward
         return {
             "task": self.task.as_json(),
@@ -335,19 +348,7 @@ class Episode:
                 for a in self.attempts
             ],
             **({"evidence": self.evidence} if self.evidence else {}),
-            "nodes": [
-                {
-                    "parent": node.parent,
-                    "message": node.message,
-                    "ids": node.ids,
-                    "logprobs": node.logprobs,
-                    "spans": [(span.start, span.stop, span.version) for span in node.spans],
-                    **({"finish": node.finish} if node.finish else {}),
-                    **({"sampling": node.sampling} if node.sampling else {}),
-                    **({} if node.is_delivered else {"is_delivered": False}),
-                }
-                for node in self.nodes[1:]
-            ],
+            "nodes": [node.as_json() for node in self.nodes[1:]] if with_nodes else [],
         }
 
     @classmethod

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from loopwright.gateway.refusal import Refusal
     from loopwright.gateway.relay.relay import Relay, RelayConfig
     from loopwright.gateway.relay.worker import RelayWorker, WorkerRefused
+    from loopwright.gateway.sessions.description import snapshot_of
     from loopwright.gateway.sessions.exactness import Exactness, Verdict
-    from loopwright.gateway.sessions.served_session import snapshot_of
     from loopwright.gateway.sessions.session import BudgetSpent, Session, SessionLimits
     from loopwright.gateway.sessions.session_config import SessionConfig
     from loopwright.gateway.sessions.template import ChatTemplate, TemplateError
@@ -74,6 +74,6 @@ __getattr__ = lazy_exports(
         "TurnOptions": "sessions.turn_options",
         "Verdict": "sessions.exactness",
         "WorkerRefused": "relay.worker",
-        "snapshot_of": "sessions.served_session",
+        "snapshot_of": "sessions.description",
     },
 )

@@ -73,8 +73,8 @@ class GatewayConfig(Config):
     session_tokens: int = Field(default=4_000_000, ge=1)
     """Tokens that a session may record, given and sampled: they are in memory, 50 bytes each."""
     unauthenticated_connections: int = Field(default=256, ge=1)
-    """Connections that have not shown a valid key yet, at most a quarter of the files that the process may open: a
-    further one replaces the oldest."""
+    """Connections that have not shown a valid key yet, and those of one session, at most a quarter of the files that
+    the process may open: a further one replaces the oldest."""
     header_s: float = Field(default=10.0, gt=0)
     """Seconds in which the first request of a connection has to arrive, without its body."""
     read_s: float = Field(default=60.0, gt=0)

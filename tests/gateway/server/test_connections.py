@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from tests.gateway.clients import chat, send
-from tests.gateway.harness import client_of, run, serve, user
+from tests.gateway.harness import Replier, client_of, run, serve, until, user
 
 
 async def half_open(gateway):
@@ -31,6 +31,37 @@ def test_half_open_connections_lock_nobody_out():
                 assert (await send(http, "GET", f"{gateway.address}/healthz"))[0] == 200
             for _, writer in strangers:
                 writer.close()
+
+    run(story)
+
+
+def test_an_agent_with_many_connections_locks_nobody_out():
+    """Given a limit of 5, idle connections of the session are closed; the call that runs and other sessions stay."""
+
+    async def story():
+        engine = Replier("hello", hold_at=2)
+        async with serve(engine, unauthenticated_connections=5) as gateway:
+            session, other = await gateway.open(), await gateway.open()
+            async with client_of(session) as client, client_of(other) as neighbour:
+                running = asyncio.create_task(chat(client, [user("slow")]))
+                await engine.held.wait()
+                held = []
+                for _ in range(12):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", gateway._server.port)
+                    head = f"GET /{session.id}/v1/models HTTP/1.1\r\nauthorization: Bearer {session.key}"
+                    writer.write(f"{head}\r\nhost: x\r\n\r\n".encode())
+                    assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+                    held.append((reader, writer))
+                assert len(gateway._server._handler.guard._sessions[session.id]) <= 6
+                for reader, _ in held[:7]:
+                    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                        await asyncio.wait_for(reader.readexactly(10_000), 10)
+                engine.go.set()
+                assert (await running).choices[0].message.content == "hello"
+                await chat(neighbour, [user("another")])
+                for _, writer in held:
+                    writer.close()
+            await until(lambda: not gateway._server._handler.guard._sessions)
 
     run(story)
 

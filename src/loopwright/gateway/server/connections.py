@@ -1,6 +1,7 @@
 """Connections: those that have not shown a valid key are few and short-lived, and bad requests are not repeated.
 
-A server has a limited number of open files. Without limits, anyone who can connect could hold all of them.
+A server has a limited number of open files. Without limits, anyone who can connect could hold all of them, and so could
+an agent with the key of one session.
 A client that leaves without reading its response resets the connection, which the call is told.
 """
 
@@ -34,7 +35,7 @@ class GuardedConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._guard.unauthenticated.pop(self, None)
+        self._guard.remove(self)
         call = self._guard.last_calls.pop(self, None)
         if call is not None and (exc is not None or self._is_reset()):
             call.record_delivery(False)
@@ -48,6 +49,11 @@ class GuardedConnection(web.RequestHandler):
         """Whether the client's end was closed before it had read everything."""
         sock = None if self.transport is None else self.transport.get_extra_info("socket")
         return sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it serves no request."""
+        return self._current_request is None
 
     def abort(self) -> None:
         """Disconnect at once."""
@@ -68,7 +74,7 @@ class GuardedConnection(web.RequestHandler):
 
 
 class ConnectionGuard:
-    """The connections without a valid key so far: beyond `limit`, the oldest one is disconnected."""
+    """The connections without a valid key so far, and those of each session: beyond `limit`, one is disconnected."""
 
     def __init__(self, limit: int, header_s: float) -> None:
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,6 +82,8 @@ class ConnectionGuard:
         self.header_s = header_s
         self.unauthenticated: dict[web.RequestHandler, None] = {}
         """In the order in which they came. A request with a valid key removes its connection."""
+        self._sessions: dict[str, dict[web.RequestHandler, None]] = {}
+        self._owners: dict[web.RequestHandler, str] = {}
         self.last_calls: dict[web.RequestHandler, SessionCall] = {}
         """The call whose response was the last one on a connection."""
 
@@ -87,6 +95,24 @@ class ConnectionGuard:
             del self.unauthenticated[oldest]
             if isinstance(oldest, GuardedConnection):
                 oldest.abort()
+
+    def admit(self, connection: web.RequestHandler, session: str) -> None:
+        """Count a connection as one of this session, once it has shown its key."""
+        del self.unauthenticated[connection]
+        self._owners[connection] = session
+        connections = self._sessions.setdefault(session, {})
+        connections[connection] = None
+        if len(connections) > self._limit:
+            others = [each for each in connections if isinstance(each, GuardedConnection) and each is not connection]
+            next((each for each in others if each.is_idle), others[0]).abort()
+
+    def remove(self, connection: web.RequestHandler) -> None:
+        """Forget a connection that is closed."""
+        self.unauthenticated.pop(connection, None)
+        if (session := self._owners.pop(connection, None)) is not None:
+            del self._sessions[session][connection]
+            if not self._sessions[session]:
+                del self._sessions[session]
 
     def protocol_factory(self, server: web.Server, **options: Any) -> Callable[[], GuardedConnection]:
         """Creates a connection of a server."""

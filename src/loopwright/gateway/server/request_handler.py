@@ -130,7 +130,8 @@ class RequestHandler:
         id = request.match_info["id"]
         session = self._gateway.sessions.get(id) or self._gateway.find(id)
         if session.admits(_key(request)):
-            self.guard.unauthenticated.pop(request.protocol, None)
+            if request.protocol in self.guard.unauthenticated:
+                self.guard.admit(request.protocol, id)
             return session
         raise Refusal(401, "authentication", "the API key is not the one of this session", retry=False)
 

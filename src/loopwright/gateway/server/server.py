@@ -13,6 +13,7 @@ from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.operations import Operations
 from loopwright.gateway.server.request_handler import RequestHandler, json_response
 from loopwright.gateway.server.stored_routes import StoredRoutes
+from loopwright.gateway.sessions.description import SessionDescription
 from loopwright.gateway.sessions.session_config import SessionConfig, is_generated
 from loopwright.gateway.settings import is_loopback
 
@@ -104,7 +105,8 @@ class Server:
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         """Describe a session."""
-        return json_response(self._handler.owned_session(request).verify(request.query.get("snapshot")))
+        session = self._handler.owned_session(request)
+        return await _describe(request, await session.verify(request.query.get("snapshot")))
 
     async def freeze(self, request: web.Request) -> web.StreamResponse:
         """Freeze a session."""
@@ -119,10 +121,23 @@ class Server:
         if outcome not in list(Outcome):
             raise Refusal(400, "invalid", f"outcome: one of {', '.join(Outcome)}", param="outcome", retry=False)
         await session.close("complete", Outcome(outcome), reason)
-        return json_response(session.describe())
+        return await _describe(request, session.description())
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Delete a session."""
         session = self._handler.owned_session(request)
         await self._gateway.delete(session.id)
         return json_response({"id": session.id, "deleted": True})
+
+
+async def _describe(request: web.Request, description: SessionDescription) -> web.StreamResponse:
+    """The description of a session; a large one is written piece by piece, by a thread, as fast as it is read."""
+    if description.is_small:
+        return json_response(description.as_dict())
+    response = web.StreamResponse(headers={"content-type": "application/json"})
+    await response.prepare(request)
+    pieces = description.pieces()
+    while piece := await asyncio.to_thread(next, pieces, b""):
+        await response.write(piece)
+    await response.write_eof()
+    return response

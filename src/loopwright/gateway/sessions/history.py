@@ -6,7 +6,7 @@ Deleted responses and conversations can no longer be referred to. What was recor
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -25,6 +25,8 @@ _MAX_CONVERSATIONS = 1024
 """Conversations that a client may open."""
 _MAX_BYTES = 2**22
 """What conversations may contain besides their turns: items that the client added, and metadata."""
+_MAX_ADDED = 2048
+"""Items that a client may add to a conversation. Every change writes all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,9 @@ class SessionHistory:
         return len(self._owner.session.graph.nodes)
 
     async def _write(self, id: str, conversation: Conversation) -> None:
-        data = orjson.dumps(asdict(conversation)).decode()
+        if sum(len(messages) for _, messages in conversation.added) > _MAX_ADDED:
+            raise Refusal.out_of_quota(f"a conversation may have {_MAX_ADDED} items that its client added")
+        data = orjson.dumps(conversation).decode()
         if sum(self._sizes.values()) - self._sizes.get(id, 0) + len(data) > _MAX_BYTES:
             raise Refusal.out_of_quota(f"its conversations have {_MAX_BYTES} bytes of items and metadata")
         await self._owner.save([(OBJECT, (self._owner.id, id, data))])

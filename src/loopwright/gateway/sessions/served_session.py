@@ -6,11 +6,8 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from itertools import count
 from typing import Any
-
-import orjson
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import StorageError
@@ -19,6 +16,7 @@ from loopwright.engines.base import Engine, Reasoning, Sampling
 from loopwright.gateway.dialects.base import Dialect, TurnRequest
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.call import CallRecord, SessionCall
+from loopwright.gateway.sessions.description import SessionDescription
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.history import SessionHistory
 from loopwright.gateway.sessions.session import Session, SessionLimits
@@ -43,23 +41,7 @@ _MAX_RESTORED_CALLS = 8
 """The same after a restart of the gateway."""
 _MAX_WAITING = 256
 """Calls that may wait for a slot."""
-_ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions", "nodes")
-_RECORD_FIELDS = ("dialect", "branch", "ignored")
-_NO_RECORD = CallRecord()
 _LOST = Verdict(Exactness.BROKEN, "the gateway stopped before this turn ended: what was sampled is unknown")
-
-
-def snapshot_of(data: Mapping[str, Any]) -> str:
-    """The snapshot id of a session, from the response of `GET /sessions/{id}`.
-
-    It covers the graph (messages, ids, logprobs, versions) and the verdicts, but no durations. Anyone can verify it:
-
-        data = httpx.get(f"{url}/sessions/{id}", headers=…).json()
-        assert snapshot_of(data) == data["snapshot"]
-    """
-    turns = [{name: turn[name] for name in ("node", "verdict", "reason", "token")} for turn in data["turns"]]
-    content = {"nodes": data["episode"]["nodes"], "turns": turns}
-    return blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
 class ServedSession:
@@ -280,7 +262,7 @@ class ServedSession:
                 await self.store.write(delete_statements(self.id))
         else:
             if status != "open":
-                self.snapshot = self.snapshot or snapshot_of(self.describe())
+                self.snapshot = self.snapshot or await self.description().snapshot()
             config = self.config.model_dump_json(exclude_unset=True)
             state = (self.opened_at, status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
             await self.save([(SESSION, (self.id, self.key, config, *state))])
@@ -366,24 +348,12 @@ class ServedSession:
 
     def describe(self) -> dict[str, Any]:
         """The session for its owner: the graph, rows for training, and a verdict per turn."""
-        verdicts, nodes = self.session.verdicts, self.session.graph.nodes
-        abandoned, now = (episode := self.episode()).abandoned, asyncio.get_running_loop().time()
-        counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
-        turns = {
-            number: {
-                "node": number,
-                **{name: getattr(self.history.records.get(number, _NO_RECORD), name) for name in _RECORD_FIELDS},
-                "verdict": verdict.kind,
-                "reason": verdict.reason,
-                "token": verdict.token,
-                "finish": nodes[number].finish,
-                "abandoned": number in abandoned,
-                "sampling": nodes[number].sampling,
-                "sampled_tokens": nodes[number].sampled,
-            }
-            for number, verdict in sorted(verdicts.items())
-        }
-        return {
+        return self.description().as_dict()
+
+    def description(self) -> SessionDescription:
+        """The same as it is now, to be written later."""
+        now = asyncio.get_running_loop().time()
+        status = {
             "id": self.id,
             "run": self.config.run,
             "trial": self.config.trial,
@@ -393,29 +363,19 @@ class ServedSession:
             "silent_s": self.silent_s or self.session.silent_s(now),
             "engine_s": self.session.engine_wait.total_s(now),
             "restored": self.restored,
-            "trainable": not counts[Exactness.BROKEN] and not self._running and episode.sampled > 0,
-            "verdicts": counts,
-            "turns": list(turns.values()),
-            "rows": [
-                {
-                    **{name: getattr(row, name) for name in _ROW_FIELDS},
-                    "turns": [turns[number] for number in row.nodes if number in turns],
-                }
-                for row in episode.rows()
-            ],
-            "episode": episode.as_json(),
         }
+        return SessionDescription(status, self.episode(), dict(self.session.verdicts), dict(self.history.records))
 
-    def verify(self, snapshot: str | None = None) -> dict[str, Any]:
+    async def verify(self, snapshot: str | None = None) -> SessionDescription:
         """Describe it; refused if it is not what was frozen, or does not have the requested snapshot."""
-        data = self.describe()
+        description = self.description()
         if snapshot is not None and snapshot != self.snapshot:
             state = f"is at snapshot {self.snapshot}" if self.snapshot else "is not frozen: it has no snapshot yet"
             raise Refusal(409, "closed", f"session {self.id!r} {state}", param="snapshot", retry=False)
-        if self.snapshot and snapshot_of(data) != self.snapshot:
+        if self.snapshot and await description.snapshot() != self.snapshot:
             reason = "the stored record differs from what was frozen; the store is damaged, or was changed"
             raise Refusal(409, "internal", f"session {self.id!r}: {reason}", retry=False)
-        return data
+        return description
 
     # -- recovery -----------------------------------------------------------------------------------------------
 
