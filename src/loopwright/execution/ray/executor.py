@@ -6,9 +6,10 @@ scenario uses it again. A trial whose actor dies is lost; the next one gets a ne
 
 import asyncio
 import logging
+import pickle
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ _PATIENCE_S = 30.0
 _POLL_S = 0.5
 _MAX_STARTS = 8
 """How many actors may die in a row before one was ready."""
-_Actor: Any = ray.remote(TrialHost)
+_Actor: Any = ray.remote(concurrency_groups={"control": 1})(TrialHost)  # type: ignore[call-overload]
 
 
 @dataclass(eq=False)
@@ -40,6 +41,8 @@ class Host:
     actor: Any
     node: str
     shares_files: bool
+    environment: Mapping[str, str] | None = None
+    """The environment of its last trial, which need not be sent again."""
 
 
 class HostPool:
@@ -70,16 +73,17 @@ class HostPool:
         self._starting: set[asyncio.Task[Host]] = set()
         self._module_packs: dict[tuple[Path, ...], tuple[bytes, ...]] = {}
 
-    async def use(
-        self, method: str, work: Command | FunctionCall, on_start: OnStart, package: Callable[[], Package]
-    ) -> Any:
+    async def use(self, work: Command | FunctionCall, on_start: OnStart, package: Callable[[], Package]) -> Any:
         """Run a command or a call on an actor; returns how it ended."""
         host = await self._acquire()
         key = uuid.uuid4().hex
         try:
             on_start(f"ray:{host.node}:{key}")
             files = None if host.shares_files else package()
-            done = asyncio.wrap_future(getattr(host.actor, method).remote(key, work, files).future())
+            environment = None if host.environment == work.environment else work.environment
+            data = pickle.dumps((replace(work, environment={}), environment))
+            done = asyncio.wrap_future(host.actor.use.remote(key, data, files).future())
+            host.environment = work.environment
             self._busy[host] = done
             answer = await self._wait(host, key, done)
         except RayActorError as error:
@@ -101,10 +105,10 @@ class HostPool:
                 unpack(answer.files, work.directory)
         return answer.value
 
-    async def _wait(self, host: Host, key: str, done: "asyncio.Future[HostAnswer]") -> HostAnswer:
+    async def _wait(self, host: Host, key: str, done: "asyncio.Future[bytes]") -> HostAnswer:
         """The answer of an actor. If cancelled, end the trial there first."""
         try:
-            answer = await asyncio.shield(done)
+            answer: HostAnswer = pickle.loads(await asyncio.shield(done))  # noqa: S301  From our own actor.
         except asyncio.CancelledError:
             if not done.done():
                 host.actor.cancel.remote(key)
@@ -262,7 +266,7 @@ class RayExecutor(Executor):
         def package() -> Package:
             return Package(pack(command.directory, self._artifact_bytes))
 
-        completion: Completion = await self._pool.use("run", command, on_start, package)
+        completion: Completion = await self._pool.use(command, on_start, package)
         return completion
 
     def kill_all(self) -> None:
@@ -283,7 +287,7 @@ class RayCalls(CallExecutor):
             return Package(pack(call.directory, self._artifact_bytes), self._pool.modules(call.path))
 
         call = replace(call, on_report=None)
-        result: CallResult = await self._pool.use("call", call, on_start, package)
+        result: CallResult = await self._pool.use(call, on_start, package)
         return result
 
     def kill_all(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import pickle
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
@@ -54,8 +55,8 @@ class HostAnswer:
     cancelled: bool = False
 
 
-class TrialHost:
-    """Runs one trial at a time, for one run after another. Dies with its driver."""
+class TrialRunner:
+    """Runs one trial at a time on the actor's event loop, for one run after another."""
 
     _executor: LocalExecutor
     _pool: WorkerPool
@@ -63,47 +64,55 @@ class TrialHost:
 
     def __init__(self, settings: HostSettings) -> None:
         self._settings = settings
+        self._key = ""
         self._task: asyncio.Task[Completion | CallResult] | None = None
         self._cancelled: set[str] = set()
-        self._given: Mapping[str, str] = {}
         self._environment: Mapping[str, str] = {}
 
     async def start(self, token: str) -> tuple[str, bool]:
-        """Prepare for a run. Returns where it runs, and whether it sees the run's directory: the token is in it."""
+        """Prepare for a run."""
         _shield_children()
         settings = self._settings
         self._executor = LocalExecutor(output_bytes=settings.output_bytes, grace_s=settings.grace_s)
         self._pool = WorkerPool(1, output_bytes=settings.output_bytes, grace_s=settings.grace_s)
         self._reaper = Reaper("ray", detached=True)
         self._reaper.start()
-        self._cancelled, self._given, self._environment = set(), {}, {}
+        self._cancelled, self._environment = set(), {}
         sees = settings.files == "shared" or (
             settings.files == "auto" and Path(token).exists()  # noqa: ASYNC240  A local look.
         )
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address, sees
 
-    async def run(self, key: str, command: Command, package: Package | None) -> HostAnswer:
-        """Run a command."""
-        local, before = command, None
+    async def use(
+        self, key: str, work: Command | FunctionCall, environment: Mapping[str, str] | None, package: Package | None
+    ) -> HostAnswer:
+        """Run a command or call a function; without an environment, in that of the last trial."""
+        if environment is not None:
+            self._environment = self._with_devices(environment)
+        if isinstance(work, FunctionCall):
+            return await self._call(key, work, package)
+        return await self._run(key, work, package)
+
+    async def _run(self, key: str, command: Command, package: Package | None) -> HostAnswer:
+        local, before = replace(command, environment=self._environment), None
         if package is not None:
             directory = self._reaper.directory / key
             before = self._unpack(package, directory)
             here = str(command.directory), str(directory)
             local = replace(
-                command,
+                local,
                 directory=directory,
                 stdout=directory / command.stdout.relative_to(command.directory),
                 stderr=directory / command.stderr.relative_to(command.directory),
                 argv=tuple(word.replace(*here) for word in command.argv),
-                environment={name: value.replace(*here) for name, value in command.environment.items()},
+                environment={name: value.replace(*here) for name, value in self._environment.items()},
             )
-        local = replace(local, environment=self._with_devices(local.environment))
         return await self._answer(key, self._executor.run(local, lambda _: None), before)
 
-    async def call(self, key: str, call: FunctionCall, package: Package | None) -> HostAnswer:
-        """Call a function."""
-        local, before = call, None
+    async def _call(self, key: str, call: FunctionCall, package: Package | None) -> HostAnswer:
+        # The same environment for the same one given: workers with another environment are not used again.
+        local, before = replace(call, environment=self._environment), None
         if package is not None:
             directory = self._reaper.directory / key
             before = self._unpack(package, directory)
@@ -113,20 +122,16 @@ class TrialHost:
             for data, path in zip(package.modules, modules, strict=True):
                 if not path.exists():
                     unpack(data, path)
-            local = replace(call, directory=directory, path=tuple(modules))
-        if call.environment != self._given:
-            self._given, self._environment = call.environment, self._with_devices(call.environment)
-        # The same object for equal ones: workers with another environment are not used again.
-        local = replace(local, environment=self._environment)
+            local = replace(local, directory=directory, path=tuple(modules))
         return await self._answer(key, self._pool.call(local, lambda _: None), before)
 
-    async def cancel(self, key: str) -> None:
-        """End a trial with all its processes; its `run` or `call` then answers."""
+    def cancel(self, key: str) -> None:
+        """End a trial with all its processes; its `use` then answers."""
         self._cancelled.add(key)
-        if self._task is not None:
+        if self._task is not None and key == self._key:
             self._task.cancel()
 
-    async def kill_all(self) -> None:
+    def kill_all(self) -> None:
         """End all processes now."""
         self._executor.kill_all()
         self._pool.kill_all()
@@ -156,7 +161,7 @@ class TrialHost:
         if key in self._cancelled:
             work.close()
             return HostAnswer(cancelled=True)
-        self._task = asyncio.ensure_future(work)
+        self._key, self._task = key, asyncio.ensure_future(work)
         directory = self._reaper.directory / key
         try:
             value = await self._task
@@ -174,6 +179,39 @@ class TrialHost:
             if before is not None:
                 with suppress(OSError):
                     remove(directory)
+
+
+class TrialHost:
+    """The actor. Dies with its driver.
+
+    Its methods are not coroutines, which take Ray twice the time. `cancel` and `kill_all` have a thread of their own.
+    """
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._runner, self._loop = TrialRunner(settings), asyncio.new_event_loop()
+
+    def start(self, token: str) -> tuple[str, bool]:
+        """Prepare for a run. Returns where it runs, and whether it sees the run's directory: the token is in it."""
+        return self._loop.run_until_complete(self._runner.start(token))
+
+    def use(self, key: str, data: bytes, package: Package | None) -> bytes:
+        """Run a command or call a function; bytes both ways, which take Ray less time than objects."""
+        work, environment = pickle.loads(data)  # noqa: S301  From our own driver.
+        return pickle.dumps(self._loop.run_until_complete(self._runner.use(key, work, environment, package)))
+
+    @ray.method(concurrency_group="control")
+    def cancel(self, key: str) -> None:
+        """End a trial with all its processes; its `use` then answers."""
+        self._loop.call_soon_threadsafe(self._runner.cancel, key)
+
+    @ray.method(concurrency_group="control")
+    def kill_all(self) -> None:
+        """End all processes now."""
+        self._loop.call_soon_threadsafe(self._runner.kill_all)
+
+    def close(self) -> None:
+        """End the workers of a run, and delete what was copied here."""
+        self._loop.run_until_complete(self._runner.close())
 
 
 def _shield_children() -> None:
