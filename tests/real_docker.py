@@ -19,13 +19,13 @@ def missing_tools():
 
 
 def base_image():
-    """The files of the base image, made once: Debian with Python."""
+    """The files of the base image, made once: Debian with Python and tmux."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loopwright" / "tests"
-    file = cache / "bookworm-python.tar"
+    file = cache / "bookworm-python-tmux.tar"
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = cache / f"bookworm-{os.getpid()}.tar"
-        packages = "--include=ca-certificates,python3-minimal,procps"
+        packages = "--include=ca-certificates,python3-minimal,procps,tmux"
         subprocess.run(["mmdebstrap", "--variant=minbase", packages, "bookworm", partial], check=True)
         partial.rename(file)
     return file

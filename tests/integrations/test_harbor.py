@@ -68,14 +68,17 @@ TEST = "python3 -c \"import sys; sys.path.append('.'); import calc; print(int(ca
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-@pytest.mark.parametrize("sandbox", ["none", "bwrap"])
-def test_terminus_2_is_an_agent_by_its_name(tmp_path, monkeypatch, sandbox):
+@pytest.mark.parametrize("sandbox", ["none", "bwrap", "docker"])
+def test_terminus_2_is_an_agent_by_its_name(tmp_path, monkeypatch, request, sandbox):
     """It types into tmux, in our sandbox, and its conversation is recorded by the gateway."""
+    if sandbox == "docker":
+        request.getfixturevalue("docker_daemon")
     monkeypatch.chdir(tmp_path)  # where the policy writes its log
     path = write(
         tmp_path / "task",
         instruction="fix add in calc.py",
         test=f'{TEST} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"',
+        toml='[environment]\ndocker_image = "debian:12-slim"\n' if sandbox == "docker" else "",
         **{"environment__calc.py": "def add(a, b):\n    return a - b\n"},
     )
 

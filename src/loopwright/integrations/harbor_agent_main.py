@@ -31,6 +31,8 @@ _OWN_DEFAULTS = {"record_terminal_session": False}
 class CurrentEnvironment(LocalEnvironment):  # type: ignore[misc]
     """Runs commands here, in the sandbox that this process is in."""
 
+    def _validate_definition(self) -> None: ...  # the sandbox is there already; an image need not have its programs
+
     async def start(self, force_build: bool) -> None:
         self.logger.debug(f"nothing to build (force_build={force_build})")
 
