@@ -137,7 +137,12 @@ def _first_trials(run: Any) -> Iterator[str]:
     if isinstance(workload, CommandConfig):
         slot = {name: name.upper() for name in workload.slot_names()}  # known once a trial has its slot
     count = min(_EXAMPLES, run.agent.trials or _EXAMPLES) if run.agent else 1
-    for number, action in enumerate(itertools.islice(itertools.chain(pinned, more), count), 1):
+    points: Iterator[Any] = itertools.chain(pinned, more)
+    if agent not in ("grid", "random"):
+        # Examples only, so a point that happens to be drawn twice is shown once.
+        drawn_points = list(itertools.islice(points, 4 * count))
+        points = iter([point for n, point in enumerate(drawn_points) if point not in drawn_points[:n]])
+    for number, action in enumerate(itertools.islice(points, count), 1):
         drawn = noise.sample(0 if run.repeats > 1 else number - 1)
         arguments = {**slot, **space.arguments(action, {**draws.sample(number), **drawn})}
         if isinstance(workload, CommandConfig):

@@ -70,7 +70,7 @@ class RemoteSession:
     openai_base_url: str
     anthropic_base_url: str
     owner_key: str | None = field(default=None, repr=False)
-    """The secret of the run that opened it, without which it belongs to whoever has its key."""
+    """The secret of the run that opened it, without which the session belongs to everyone with its key."""
 
     async def describe(self) -> dict[str, Any]:
         """Its status, graph, rows for training, and a verdict per turn."""

@@ -196,7 +196,7 @@ class CommandWorkload(Workload):
             return await self._read_in_thread(job.directory, completion)
 
     async def _read_in_thread(self, directory: Path, completion: Completion) -> Result:
-        """Evaluate a trial outside the event loop, so that others go on and signals are heard."""
+        """Evaluate a trial outside the event loop, so that other trials continue and signals are handled."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 

@@ -108,7 +108,7 @@ class NoGoodStep(ServerError):
 class StepFailures:
     """Counts failed steps and ended episodes. A failed step ends its episode.
 
-    A run stops early if its steps all fail, and is no success if most episodes did (S18).
+    A run stops early if its steps all fail, and does not succeed if most episodes did (S18).
     """
 
     def __init__(self) -> None:

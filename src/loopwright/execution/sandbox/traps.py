@@ -1,4 +1,4 @@
-"""Finds files that an agent left and that keep whoever reads them busy: pipes without a writer, and endless files."""
+"""Finds files that an agent left to keep their reader busy: pipes without a writer, and endless files."""
 
 import os
 import stat

@@ -100,7 +100,7 @@ class ServedSession:
         self.large_body_lock = asyncio.Lock()  # a session has one large body in memory at a time
 
     def admits(self, key: str) -> bool:
-        """Whether this is its key, compared in constant time: whoever has it may call models."""
+        """Whether this is its key, compared in constant time; its holder may call models."""
         return hmac.compare_digest(key.encode("utf-8", "replace"), self.key.encode())
 
     def is_owned_by(self, key: str) -> bool:
