@@ -24,8 +24,7 @@ from loopwright.gateway.sessions.session import Session
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Step, steps
 from loopwright.reports.training.before_after import trained_batches
-from loopwright.reports.training.digest import read_training, training_result, warnings
-from loopwright.reports.training.monitors import hacking_signs
+from loopwright.reports.training.digest import hacking_signs, read_training, training_result, warnings
 from loopwright.rollouts.evaluation import EvalConfig, rewards_by_kind
 from loopwright.rollouts.group import Group
 from loopwright.rollouts.judgers.base import Payload
@@ -36,9 +35,8 @@ from loopwright.rollouts.tasks.mix import Prompt
 from loopwright.testing import simulate
 from loopwright.trainers.grpo import GrpoConfig, GrpoTrainer
 from loopwright.trainers.learner import Learner
-from loopwright.trainers.monitors import monitor
 from loopwright.trainers.sample import build_samples, scale_of
-from loopwright.trainers.trainer import _Training
+from loopwright.trainers.trainer import _Training, monitor
 from tests.reports.test_training import Training
 from tests.rollouts.harness import World, episode_of, tasks
 from tests.trainers.conftest import _one_thread  # noqa: F401  a fixture

@@ -6,17 +6,20 @@ import time
 import traceback
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
+from statistics import StatisticsError, correlation, fmean
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from loopwright.core.agent import Agent
 from loopwright.core.config import overridden
+from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
+from loopwright.core.outcome import Outcome
 from loopwright.core.runtime import run
 from loopwright.engines.base import Sampling
 from loopwright.engines.weight_update import WeightUpdate
@@ -35,7 +38,6 @@ from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.export.policy_files import complete_policy
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.monitors import monitor
 from loopwright.trainers.sample import Sample, build_samples, truncating_parameters
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _WAKE_S = 10.0
+_NGRAM = 4
 
 
 class Trainer(Agent, ABC):
@@ -371,3 +374,23 @@ def _batch_metrics(
         "fault_rate": (trials - len(all_rewards)) / trials if trials else 0.0,
         "version": float(step - 1),
     }
+
+
+def monitor(episodes: Sequence[Episode], control_ids: AbstractSet[int]) -> dict[str, float]:
+    """Signs of reward hacking in a batch, which reports watch; those that cannot be computed are missing."""
+    scored = [(episode, episode.reward.value) for episode in episodes if episode.reward is not None]
+    if not scored:
+        return {}
+    numbers = {"truncation_rate": fmean(episode.outcome is Outcome.TRUNCATED for episode, _ in scored)}
+    with suppress(StatisticsError):  # all lengths or all rewards are equal, or there is one rollout
+        numbers["length_reward"] = correlation([float(e.sampled) for e, _ in scored], [reward for _, reward in scored])
+    nodes = [node for episode, _ in scored for node in episode.nodes if node.spans]
+    turns = [[token for span in node.spans for token in node.ids[span.start : span.stop]] for node in nodes]
+    if tokens := sum(map(len, turns)):
+        if control_ids:
+            # The last token of a turn ends it, as it should.
+            numbers["control_rate"] = sum(token in control_ids for turn in turns for token in turn[:-1]) / tokens
+        ngrams = [[tuple(turn[i : i + _NGRAM]) for i in range(len(turn) - _NGRAM + 1)] for turn in turns]
+        if count := sum(map(len, ngrams)):
+            numbers["repetition"] = 1 - sum(len({*each}) for each in ngrams) / count
+    return numbers

@@ -10,10 +10,9 @@ from loopwright.core.confidence import bootstrap
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.steps import Step, steps
-from loopwright.reports.formatting import counted, number
+from loopwright.reports.formatting import counted, number, percent
 from loopwright.reports.rollout.digest import RolloutDigest, failed_rollouts, rollout_basics
 from loopwright.reports.search.digest import grouped_failures
-from loopwright.reports.training.monitors import hacking_signs
 
 _ENDS = 10
 """How many steps at either end are compared if nothing was evaluated on held-out tasks."""
@@ -21,6 +20,14 @@ _FEWEST = 6
 """With fewer tasks no change is significant: five coins all fall the same way more than once in twenty times."""
 _DIGITS = {"kl": 6, "mismatch_kl": 6, "mismatch_max": 4, "importance": 4}
 """Digits kept of sums of logprob differences: their last digits depend on the order of summation."""
+_RECENT = 10
+_LIMITS = {
+    "truncation_rate": (0.3, "{} of the rollouts were truncated"),
+    "control_rate": (0.02, "{} of the sampled tokens are control tokens inside a turn"),
+    "repetition": (0.5, "{} of the 4-grams within a turn are repetitions"),
+    "length_reward": (0.8, "the correlation between length and reward is {}"),
+}
+"""From which mean of the last steps on each number is a sign of reward hacking."""
 Interval = tuple[float, float, float]
 """A mean, and the bounds of its 95 % interval."""
 
@@ -317,3 +324,19 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
         "policy": str(policy) if is_saved else None,
     }
     return event, lines
+
+
+def hacking_signs(train: Sequence[Step]) -> list[str]:
+    """A line for each number that is beyond its limit."""
+    lines = []
+    for name, (limit, meaning) in _LIMITS.items():
+        values = [step.numbers[name] for step in train[-_RECENT:] if isinstance(step.numbers.get(name), (int, float))]
+        mean = fsum(values) / len(values) if values else 0.0
+        if abs(mean) >= limit:
+            figures = [percent(figure) if "of the" in meaning else f"{figure:.3g}" for figure in (mean, limit)]
+            steps = counted(len(values), "step")
+            lines.append(
+                f"Possible reward hacking: {meaning.format(figures[0])} (mean of the last {steps}; the limit is "
+                f"{figures[1]}). Read some episodes: `loopwright episodes`."
+            )
+    return lines
