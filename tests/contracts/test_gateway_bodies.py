@@ -221,3 +221,19 @@ def test_t15_routes_of_sessions_accept_small_bodies_only():
             assert session.served.status == "open"
 
     run(story)
+
+
+def test_t15_a_request_adds_a_limited_number_of_messages(tmp_path):
+    """Given 6,000 messages of a letter each, the event loop does not render them; 4,000 and then 2,000 are accepted."""
+
+    async def story():
+        async with serve(output=tmp_path) as gateway, client_of(session := await gateway.open()) as client:
+            await chat(client, [user("before")])
+            before = str(traces(session))
+            with pytest.raises(openai.BadRequestError, match="6000 of them are new; a request may add 5000"):
+                await chat(client, [user("a")] * 6000)
+            assert str(traces(session)) == before
+            await chat(client, [user("a")] * 4000)
+            await chat(client, [user("a")] * 6000)
+
+    run(story)

@@ -31,6 +31,8 @@ _INLINE = re.compile(rf"\s*{THINK}(.*?){END_THINK}(.*)", re.DOTALL)
 """Reasoning that an agent sends as part of the text."""
 _MAX_RECENT = 4
 """Conversations of a session that are remembered exactly as they were sent."""
+_MAX_NEW = 5000
+"""Messages that one request may add: each takes 10 µs of the event loop, however short it is."""
 RAW = "prompt"
 """The role of raw text to continue, to which no chat template is applied."""
 
@@ -86,6 +88,8 @@ class Graph:
         messages = _arranged(messages) if has_results else list(messages)
         context = list(tools), dict(options.chat_template_kwargs)
         prefix, nodes = self._take_recent(messages, context)
+        if len(messages) - len(prefix) > _MAX_NEW:
+            raise ValueError(f"messages: {len(messages) - len(prefix)} of them are new; a request may add {_MAX_NEW}")
         more = [copy_message(message) for message in messages[len(prefix) :]]
         messages, keys = [*prefix, *more], [key_of(message) for message in more]
         latest = self._latest_placement
