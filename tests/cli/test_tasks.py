@@ -9,7 +9,7 @@ WANTED = (
 )
 
 
-def test_a_table_and_a_dataset(loopwright, tmp_path):
+def test_scan_prints_a_table_and_writes_a_dataset(loopwright, tmp_path):
     write(tmp_path / "eval/a")
     write(tmp_path / "eval/deep/b", test=None)
     done = loopwright("tasks", "scan", "eval", "-o", "tasks.jsonl")

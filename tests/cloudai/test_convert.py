@@ -83,7 +83,7 @@ def test_a_plain_test_takes_its_overrides(files):
     assert load(tomllib.loads(tomli_w.dumps(conversion.scenario))).runs[0].agent is None
 
 
-def test_a_search_on_slurm(files):
+def test_a_search_on_slurm_is_converted(files):
     text = entry('test_name = "ring"\nnum_nodes = [1, 2]\nagent_metrics = ["latency-in-place"]')
     conversion = files(text, system=SLURM, ring=RING)
     (run,) = load(conversion.scenario).runs

@@ -46,7 +46,7 @@ def test_t09_the_command_line_overrides_the_environment_and_the_file(loaded):
     assert run.rollout.loop.env == {"A": "1"}
 
 
-def test_t09_an_external_gateway_by_its_url(loaded):
+def test_t09_a_url_names_an_external_gateway(loaded):
     run = loaded(environ={"PROXY_SERVER_URL": "https://gateway.example", "REMOTE_GATEWAY_TOKEN": "0123456789abcdef"})
     assert (run.gateway.type, run.gateway.url, run.engine.type) == ("external", "https://gateway.example", "external")
     assert "0123456789abcdef" not in run.model_dump_json()
@@ -58,7 +58,7 @@ def test_t09_an_external_gateway_by_its_url(loaded):
             endpoint(bad)
 
 
-def test_t09_the_address_for_agents(loaded):
+def test_t09_agents_get_the_address_that_is_set(loaded):
     environ = {"LLM_PROXY_IP": "gpu-box"}
     gateway = loaded(environ=environ).gateway
     assert (gateway.host, gateway.address(8400)) == ("0.0.0.0", "http://gpu-box:8400")

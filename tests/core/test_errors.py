@@ -84,7 +84,7 @@ def test_our_own_errors_pass_through_storage_unchanged():
         raise LedgerError("damaged")
 
 
-def test_suggestions():
+def test_a_misspelled_name_gets_a_suggestion():
     assert did_you_mean("tpee", ["grid", "tpe"]) == "Known: grid, tpe. Did you mean 'tpe'?"
     assert did_you_mean("xyz", ["grid"]) == "Known: grid."
     assert did_you_mean("xyz", []) == "None is known."

@@ -32,7 +32,7 @@ VALUES = {"tile": 8, "size": 256, "ratio": 0.5, "opt": "-O3", "flag": True}
         ("flag or missing > 1", True),
     ],
 )
-def test_allowed_expressions(text, value):
+def test_allowed_expressions_are_evaluated(text, value):
     assert Expression(text)(VALUES) == value
 
 
@@ -70,7 +70,7 @@ def test_allowed_expressions(text, value):
         "-" * 200 + "1",
     ],
 )
-def test_expressions_refused_when_parsed(text):
+def test_other_expressions_are_refused_when_parsed(text):
     with pytest.raises(ValueError, match=r".+"):
         Expression(text)
 

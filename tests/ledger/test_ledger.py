@@ -235,21 +235,21 @@ def test_a_ledger_in_a_directory_that_is_not_there_is_an_error_with_its_path(tmp
 
 @pytest.mark.parametrize("opener", [Ledger.open, Ledger.read])
 class TestAFileThatIsNotWhatItShouldBe:
-    def test_no_file(self, path, opener):
+    def test_a_missing_file_is_refused(self, path, opener):
         with pytest.raises(LedgerError, match="no ledger at"):
             opener(path)
 
-    def test_another_format(self, path, opener):
+    def test_another_format_is_refused(self, path, opener):
         path.write_bytes(b"this is a letter, not a ledger. " * 200)
         with pytest.raises(LedgerError, match="is damaged"):
             opener(path)
 
-    def test_an_empty_file(self, path, opener):
+    def test_an_empty_file_is_refused(self, path, opener):
         path.touch()
         with pytest.raises(LedgerError, match="is not a ledger"):
             opener(path)
 
-    def test_a_newer_version(self, path, opener):
+    def test_a_newer_version_is_refused(self, path, opener):
         Ledger.create(path).close()
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA user_version = 99")

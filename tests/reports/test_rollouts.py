@@ -135,7 +135,7 @@ def test_rollouts_without_a_reward_are_in_no_mean(rolled):
     assert digest.rollouts.sources["riddles"].ended - digest.rollouts.sources["riddles"].count == 1
 
 
-def test_the_result_in_words(rolled):
+def test_the_result_is_described_in_words(rolled):
     with Ledger.read(rolled() / "collect" / "ledger.db") as ledger:
         event, lines = rollout_result(read_rollouts(ledger))
     assert re.fullmatch(

@@ -34,7 +34,7 @@ def test_newly_scored_episodes_do_not_change_the_mean():
     assert changes.means == (0.0, 0.0)
 
 
-def test_flips_within_a_group():
+def test_flips_are_counted_within_a_group():
     changes = changes_of((0.0, 1.0), (1.0, 0.0), (0.5, 0.5))
     assert (changes.pairs, changes.flipped_pairs, changes.flipped_signs, changes.new_best) == (3, 3, 2, 1)
 

@@ -216,7 +216,7 @@ def test_a_file_that_is_not_a_scenario(tmp_path, content, words):
     assert any(words in line for line in problems(path))
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_file_or_a_directory_is_refused(tmp_path):
     assert "there is no such file" in problems(tmp_path / "gone.toml")[0]
     assert "is a directory" in problems(tmp_path)[0]
 
@@ -224,7 +224,7 @@ def test_a_missing_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "size"), [("512MiB", 512 * 2**20), ("2 GiB", 2**31), ("1.5kb", 1500), ("100", 100), (7, 7), (None, None)]
 )
-def test_sizes(text, size):
+def test_sizes_have_units(text, size):
     assert size_bytes(text) == size
 
 

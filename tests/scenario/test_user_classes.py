@@ -138,7 +138,7 @@ def loopwright(*words: object, cwd: Path) -> str:
     return done.stdout
 
 
-def test_an_agent_a_workload_and_a_reward(study, tmp_path):
+def test_an_agent_a_workload_and_a_reward_are_named_by_path(study, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     loopwright("run", study(SEARCH), "-o", tmp_path / "out", cwd=tmp_path / "elsewhere")
     loopwright("resume", tmp_path / "out", cwd=tmp_path / "elsewhere")
@@ -150,7 +150,7 @@ def test_an_agent_a_workload_and_a_reward(study, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, id="local"), pytest.param(1, id="ray", marks=pytest.mark.slow)])
-def test_tasks_a_loop_a_judger_and_an_engine(study, tmp_path, workers):
+def test_tasks_a_loop_a_judger_and_an_engine_are_named_by_path(study, tmp_path, workers):
     text = ROLLOUT.replace('"Really?"', f'"Really?", workers = {workers}').replace(
         'MODULE:Exact"', f'MODULE:Exact", workers = {workers}'
     )

@@ -90,7 +90,7 @@ class TestValidation:
             Choice(values=(1, 3)).validate_value(value)
 
     @pytest.mark.parametrize("value", [-0.1, 1.1, "0.5", True, None, math.nan, math.inf])
-    def test_values_outside_a_range(self, value):
+    def test_values_outside_a_range_are_refused(self, value):
         with pytest.raises(InvalidAction):
             Range(low=0, high=1).validate_value(value)
 
@@ -136,7 +136,7 @@ class TestWriting:
             ({"value": [1, 2]}, Fixed),
         ],
     )
-    def test_each_form(self, text, kind):
+    def test_each_form_is_parsed(self, text, kind):
         assert type(parameter(text)) is kind
 
     @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class TestConditions:
         divided = space(n=[0, 1], m={"values": [1, 2], "when": "1 / n > 0"})
         assert list(divided.points()) == [{"n": 0}, {"n": 1, "m": 1}, {"n": 1, "m": 2}]
 
-    def test_a_condition_on_a_fixed_value(self):
+    def test_a_condition_may_name_a_fixed_value(self):
         assert list(space(on=True, x={"values": [1, 2], "when": "on"}).points()) == [{"x": 1}, {"x": 2}]
 
     @given(st.integers(), st.integers(0, 1000))
@@ -150,5 +150,5 @@ class TestChoosing:
             ({"a": 5}, 1, True),
         ],
     )
-    def test_size(self, parameters, size, enumerable):
+    def test_the_size_counts_the_points(self, parameters, size, enumerable):
         assert (space(**parameters).size, space(**parameters).enumerable) == (size, enumerable)

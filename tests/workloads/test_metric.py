@@ -33,16 +33,16 @@ def read(tmp_path):
         ({"json": "/a~1b/m~0n"}, '{"a/b": {"m~n": 1}}', 1.0),
     ],
 )
-def test_a_number_in_the_output(read, metric, stdout, value):
+def test_a_number_is_read_from_the_output(read, metric, stdout, value):
     assert read(metric, stdout) == value
 
 
-def test_a_number_in_a_file(read):
+def test_a_number_is_read_from_a_file(read):
     assert read({"file": "out.json", "json": "/x"}, **{"out.json": '{"x": 3}'}) == 3.0
     assert read({"file": "log", "regex": "x=(.*)"}, log="x=4") == 4.0
 
 
-def test_a_number_in_stderr_or_in_csv(read):
+def test_a_number_is_read_from_stderr_or_csv(read):
     assert read({"regex": "x=(.) y=(.)", "group": 2, "stream": "stderr"}, stderr="x=1 y=2") == 2.0
     assert read({"csv": "p99"}, "test, p99\nget, 1.5\nset, 2.5\n\n") == 2.5
     assert read({"csv": "y", "file": "out.csv"}, **{"out.csv": 'x,"y"\n1,"3"\n'}) == 3.0
@@ -51,7 +51,7 @@ def test_a_number_in_stderr_or_in_csv(read):
             read({"csv": "c"}, text)
 
 
-def test_several_metrics_at_a_time():
+def test_several_metrics_are_read_at_a_time():
     several = [{"names": ["a", "b"], "regex": "(.) (.)"}, {"names": ["c"], "json": "/r"}, {"names": ["d"], "csv": True}]
     metrics = CommandConfig(command="x", read=several, metrics={"e": {"resource": "wall_s"}}).all_metrics()
     assert (metrics["b"].group, metrics["c"].json_pointer, metrics["d"].csv) == (2, "/r/c", "d")
@@ -64,7 +64,7 @@ def test_several_metrics_at_a_time():
             CommandConfig(command="x", read=wrong)
 
 
-def test_resource_usage(read):
+def test_resource_usage_is_a_metric(read):
     assert read({"resource": "wall_s"}, usage={"wall_s": 0.5}) == 0.5
 
 

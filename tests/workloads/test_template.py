@@ -35,7 +35,7 @@ def test_words_of_a_value_are_split_like_a_shell_would(words):
         (("echo", "two words {a}"), ["echo", "two words 1"]),
     ],
 )
-def test_placeholders(text, words):
+def test_placeholders_are_filled_in(text, words):
     assert CommandTemplate(text).words({"a": 1}) == words
 
 
@@ -49,7 +49,7 @@ def test_invalid_templates_are_refused(text):
     ("value", "text"),
     [("x y", "x y"), (True, "true"), (False, "false"), (5, "5"), (0.1, "0.1"), (1e-9, "1e-09"), ([1, "a"], '[1,"a"]')],
 )
-def test_a_value_as_text(value, text):
+def test_a_value_is_written_as_text(value, text):
     assert as_text(value) == text
 
 

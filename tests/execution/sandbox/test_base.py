@@ -13,6 +13,6 @@ class TestNone(SandboxContract):
         return sandbox_of("none", bounds)
 
 
-def test_an_unknown_name():
+def test_an_unknown_name_is_refused():
     with pytest.raises(SandboxError, match="Known: none, bwrap, docker"):
         sandbox_of("chroot")

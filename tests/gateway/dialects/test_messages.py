@@ -246,7 +246,7 @@ def test_a_response_is_valid_for_the_sdk():
         ({}, "", "end_turn", ""),
     ],
 )
-def test_why_a_turn_ended(body, reply, reason, stop_sequence):
+def test_the_stop_reason_says_why_a_turn_ended(body, reply, reason, stop_sequence):
     events, rendered = stream_events(DIALECT, {**ASKED, **body}, reply)
     message = Message.model_validate(rendered)
     assert (message.stop_reason, "".join(block.text for block in message.content)) == (reason, stop_sequence)

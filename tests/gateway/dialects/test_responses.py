@@ -210,7 +210,7 @@ def test_a_response_is_valid_for_the_sdk():
     ("body", "reply", "status", "details"),
     [({}, "yes", "completed", "yes"), ({"max_output_tokens": 2}, "yes", "incomplete", "ye"), ({}, "", "completed", "")],
 )
-def test_how_a_turn_ended(body, reply, status, details):
+def test_the_status_says_how_a_turn_ended(body, reply, status, details):
     events, rendered = stream_events(DIALECT, {**ASKED, **body}, reply)
     response = Response.model_validate(rendered)
     assert (response.status, response.output_text, len(response.output)) == (status, details, 1)

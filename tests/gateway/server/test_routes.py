@@ -9,7 +9,7 @@ from tests.gateway.harness import Replier, claude_of, client_of, run, serve, use
 TOKEN = "a token that is long enough"
 
 
-def test_the_tokens_of_a_prompt():
+def test_tokenize_returns_the_tokens_of_a_prompt():
     async def main():
         engine = Replier()
         async with serve(engine) as gateway, aiohttp.ClientSession() as http:

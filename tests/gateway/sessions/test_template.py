@@ -221,7 +221,7 @@ def check(episode, engine):
 @pytest.mark.parametrize("policy", ["preserve", "fork"])
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_t02_any_conversation_of_any_family(family, policy, data):
+def test_t02_any_conversation_of_any_family_is_exact(family, policy, data):
     grammar = FAMILIES[family][1]
     replies = data.draw(st.lists(speech(grammar), min_size=1, max_size=4))
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))

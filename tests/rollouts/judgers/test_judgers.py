@@ -223,7 +223,7 @@ def test_a_command_gets_answer_payload_and_files_in_a_temporary_directory(tmp_pa
         ("print('passed:', 0.75)", "stdout", 0.75),
     ],
 )
-def test_the_reward_of_a_command(script, how, expected):
+def test_a_command_gives_its_reward(script, how, expected):
     assert judge_all(command(script, reward=how))[0].value == expected
 
 

@@ -188,7 +188,7 @@ def test_the_workspace_contains_no_tests_while_the_agent_works(tmp_path):
     assert [file.name for file in listing] == ["a.txt"]
 
 
-def test_variables_of_the_environment_and_of_the_verifier(tmp_path, monkeypatch):
+def test_tests_get_the_variables_of_the_environment_and_of_the_verifier(tmp_path, monkeypatch):
     monkeypatch.setenv("OWN", "ours")
     monkeypatch.setenv("SECRET", "hidden")
     toml = '[environment.env]\nA = "1"\nB = "${OWN}"\n[verifier.env]\nC = "${NONE:-c}"\n'

@@ -25,7 +25,7 @@ class TestJsonl:
         (directory / "sums.jsonl").write_text(text)
         return JsonlTasks(path="sums.jsonl").load(directory)
 
-    def test_a_task_per_line(self, tmp_path):
+    def test_each_line_is_a_task(self, tmp_path):
         first, second = self.load(tmp_path, '{"prompt": "1+1=", "label": "2"}\n\n{"prompt": "1+2=", "id": "b"}\n')
         assert (first.id, first.label, first.data_source) == ("sums/0", "2", "sums")
         assert (second.id, second.label) == ("b", None)
@@ -68,7 +68,7 @@ class TestParquet:
         with pytest.raises(TasksError, match="row 1: a task needs"):
             ParquetTasks(path="sums.parquet").load(tmp_path)
 
-    def test_a_file_of_another_format(self, tmp_path):
+    def test_a_file_of_another_format_is_refused(self, tmp_path):
         (tmp_path / "sums.parquet").write_text("no parquet")
         (problem,) = ParquetTasks(path="sums.parquet").problems(tmp_path)
         assert "Parquet" in problem.message
