@@ -123,13 +123,21 @@ fio_binary = "echo"
 bs = ["4k", "64k"]
 bssplit = ["4k/50", "8k/50"]
 direct = true
-thread = false
+thread = [true, false]
 """
-    (run,) = files(entry('test_name = "disk"'), disk=test).scenario["run"]
-    assert run["workload"]["command"][-4:] == ["echo", "--bs={args.bs}", "--bssplit=4k/50,8k/50", "--direct"]
-    assert run["workload"]["args"] == {"args": {"bs": ["4k", "64k"]}}
-    assert run["agent"] == {"type": "ppo", "trials": 64, "seed": 7, "start": "first"}
+    conversion = files(entry('test_name = "disk"'), disk=test)
+    (run,) = conversion.scenario["run"]
+    assert run["workload"]["command"][-4:] == [
+        *("--bs={args.bs}", "--bssplit=4k/50,8k/50", "--direct", "--thread={args.thread}")
+    ]
+    assert "--flag=--thread" in run["workload"]["command"]
+    assert run["workload"]["args"] == {"args": {"bs": ["4k", "64k"], "thread": [True, False]}}
+    assert run["agent"] == {"type": "ppo", "trials": 64, "seed": 7}
+    assert conversion.notes == ("[[Tests]] T.1: start_action is ignored: ppo begins with its own policy",)
     assert run["rewards"] == {"metric_failure": -2.0}
+    load(conversion.scenario)
+    (run,) = files(entry('test_name = "disk"'), disk=test.replace('"ppo"', '"tpe"')).scenario["run"]
+    assert run["agent"] == {"type": "tpe", "trials": 64, "seed": 7, "start": "first"}
 
 
 def test_what_the_environment_draws(files):

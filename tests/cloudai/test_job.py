@@ -33,3 +33,8 @@ def test_commands_and_hooks_know_the_trials_directory(tmp_path):
     done = run(tmp_path, "--pre", "echo '$TRIAL_DIRECTORY:/x'", *OPTIONS, "--", "echo", "--mounts=$TRIAL_DIRECTORY:/x")
     assert done.stdout == f"--mounts={tmp_path}:/x\n"
     assert (tmp_path / "pre_test.1.stdout").read_text() == f"{tmp_path}:/x\n"
+
+
+def test_a_searched_flag_is_given_without_a_value_or_not_at_all(tmp_path):
+    done = run(tmp_path, *OPTIONS, "--flag=--a", "--flag=--b", "--", "echo", "--a=true", "--b=false", "--c=true")
+    assert done.stdout == "--a --c=true\n"

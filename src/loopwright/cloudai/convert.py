@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -22,6 +23,7 @@ from loopwright.cloudai.files import (
     seconds_of,
 )
 from loopwright.cloudai.templates import TRIAL_DIRECTORY, UNSET_TASKS, templates
+from loopwright.core.agent import agents
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
 from loopwright.spaces.parameter import nested
 
@@ -266,6 +268,9 @@ class _Converter:
         if not hooks and not template.metrics and not any(TRIAL_DIRECTORY in word for word in words):
             return words
         options = [word for text in template.options(test.cmd_args) for word in ("--option", text)]
+        for name in (name for name, candidates in values.searched.items() if all(type(v) is bool for v in candidates)):
+            # A searched flag is written without its value, or not at all.
+            options += [f"--flag={word.partition('=')[0]}" for word in words if word.endswith(f"={{{name}}}")]
         job = [sys.executable, "-m", "loopwright.cloudai.job_main", test.test_template_name]
         return [*job, *hooks, *options, "--", *words]
 
@@ -361,7 +366,11 @@ class _Converter:
         if (seed := config.pop("random_seed", None)) is not None:
             agent["seed"] = seed
         if config.pop("start_action", "random") == "first":
-            agent["start"] = "first"
+            with suppress(KeyError, ImportError):  # the loader reports an unknown agent
+                if "start" in agents.get(agent["type"]).Config.model_fields:
+                    agent["start"] = "first"
+                else:
+                    self._notes.append(f"{key}: start_action is ignored: {test.agent} begins with its own policy")
         rewards = config.pop("rewards", {})
         table: dict[str, Any] = {
             "agent": {**agent, **config},

@@ -1,6 +1,6 @@
 """Runs a test with its hooks, and prints its metrics as the last line of its output, a JSON object.
 
-`python -m loopwright.cloudai.job_main TEMPLATE [--pre COMMAND] [--post COMMAND] [--option TEXT] -- COMMAND...`
+`python -m loopwright.cloudai.job_main TEMPLATE [--pre COMMAND] [--post COMMAND] [--option TEXT] [--flag OPTION] -- …`
 
 A failed hook before the test fails the trial, and the test does not start. Hooks write `pre_test.1.stdout` and so on.
 """
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the test; returns its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("template", choices=list(templates))
-    for option in ("--pre", "--post", "--option"):
+    for option in ("--pre", "--post", "--option", "--flag"):
         parser.add_argument(option, action="append", default=[])
     parser.add_argument("command", nargs="+")
     parsed = parser.parse_args(arguments)
@@ -51,7 +51,11 @@ def main(arguments: Sequence[str]) -> int:
     output = bytearray()
     reading, writing = os.pipe()
     try:
-        words = [word.replace(TRIAL_DIRECTORY, str(Path.cwd())) for word in parsed.command]
+        switches = {
+            f"{flag}={value}": [flag] * (value == "true") for flag in parsed.flag for value in ("true", "false")
+        }
+        words = [part for word in parsed.command for part in switches.get(word, [word])]
+        words = [word.replace(TRIAL_DIRECTORY, str(Path.cwd())) for word in words]
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=writing)
     except OSError as error:
         print(f"cannot start {parsed.command[0]}: {error.strerror}", file=sys.stderr)
