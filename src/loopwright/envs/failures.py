@@ -47,9 +47,10 @@ class FailureWatch:
         self._count(trial)
         if self._streak < self._limit or (self._same is None and self._has_success) or self.verdict:
             return
+        reason = trial.reason.rstrip(".") or "-"
         success = "" if self._has_success else " and none has succeeded"
         self.verdict = (
-            f"stopped: the last {self._streak} trials failed alike{success}: {trial.outcome}: {trial.reason or '-'} "
+            f"stopped: the last {self._streak} trials failed alike{success}: {trial.outcome}: {reason}. "
             "Correct the workload and continue with `loopwright resume`, or set a higher `fail = { same = … }`."
         )
         self._ledger.set_state("halted_at", trial.number)
