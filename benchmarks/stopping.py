@@ -1,6 +1,7 @@
 """Stopping early: `asha` over the learning curves of `examples/stopping`, against the same search without a rule.
 
 Compute is counted in epochs, so that a busy machine does not matter. Optuna's own Hyperband runs over the same points.
+With `tpe` the points depend on what was stopped, so its figures are those of another search, and have no target.
 """
 
 import os
@@ -86,8 +87,8 @@ def run() -> list[Ratio]:
     return [
         Ratio("stopping: asha's best against the full search's", median(gaps["asha"]), 1, "% worse", detail=detail),
         Ratio("stopping: asha's compute", median(shares["asha"]), 35, "% of the full search's", detail=detail),
-        Ratio("stopping: asha with tpe, best", median(gaps["asha with tpe"]), 1, "% worse", detail=detail),
-        Ratio("stopping: asha with tpe, compute", median(shares["asha with tpe"]), 35, "%", detail=detail),
+        Ratio("stopping: asha with tpe, best", median(gaps["asha with tpe"]), None, "% worse", detail=detail),
+        Ratio("stopping: asha with tpe, compute", median(shares["asha with tpe"]), None, "%", detail=detail),
         Ratio("stopping: Optuna's Hyperband, best", median(gaps["Hyperband"]), None, "% worse", detail=detail),
         Ratio("stopping: Optuna's Hyperband, compute", median(shares["Hyperband"]), None, "%", detail=detail),
     ]

@@ -11,6 +11,7 @@ import loopwright
 from loopwright.agents.search.samplers import SamplerAgent
 from loopwright.core.errors import ScenarioError
 from loopwright.core.outcome import Outcome
+from loopwright.envs.stopping import StopConfig
 from loopwright.ledger.ledger import Ledger
 
 TRAIN = """
@@ -204,6 +205,22 @@ def test_q03_tune_stops_in_process_functions_and_generators_too(tmp_path):
     stopped = [trial.action["x"] for trial in study.trials() if trial.outcome is Outcome.STOPPED]
     assert stopped == cleaned != []
     loopwright.report(1, loss=2.0)  # outside a trial: nothing happens
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_asha_keeps_the_best_quarter_rounded_up(mode):
+    sign = 1 if mode == "min" else -1
+    config = StopConfig(rule="asha", metric="loss", mode=mode, options={"min_resource": 2})
+    study = optuna.create_study(direction="minimize" if mode == "min" else "maximize", pruner=config.pruner())
+    stopped = []
+    for loss in (1.0, 9.0, 8.0, 7.0, 2.0, 3.0):
+        trial = study.ask()
+        trial.report(0.0, 1)
+        assert not trial.should_prune(), "before the first rung"
+        trial.report(sign * loss, 3)  # the first step that reaches it
+        stopped.append(trial.should_prune())
+
+    assert stopped == [False, True, True, True, False, True]
 
 
 def test_q03_asha_learns_the_first_rung_from_the_first_complete_trial(tmp_path):

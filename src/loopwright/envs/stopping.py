@@ -1,7 +1,7 @@
 """Stopping early: rules that compare a trial's intermediate metrics with those of earlier trials, and its curve.
 
-The rules are Optuna's pruners over a study in memory, which is rebuilt from the curves in the ledger: a resumed run
-decides as an undisturbed one would. A step that does not increase is ignored.
+The rules are pruners over an Optuna study in memory, which is rebuilt from the curves in the ledger: a resumed run
+decides as an undisturbed one would. All but `asha` are Optuna's own. A step that does not increase is ignored.
 """
 
 import inspect
@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import optuna
 
 _RULES = {
-    "asha": "SuccessiveHalvingPruner",
     "hyperband": "HyperbandPruner",
     "median": "MedianPruner",
     "threshold": "ThresholdPruner",
@@ -36,6 +36,7 @@ _PRUNERS = (
 )
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     # Optuna's "auto" looks at the trials so far, which would differ in a resumed run. `StopRule` has its own.
+    "asha": {"min_resource": 1, "reduction_factor": 4},
     "SuccessiveHalvingPruner": {"min_resource": 1, "reduction_factor": 4},
     "PatientPruner": {"wrapped_pruner": None},
 }
@@ -82,17 +83,16 @@ class StopConfig(Config):
     mode: Literal["min", "max"] = "min"
     """Whether a good trial has a low or a high metric."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The settings of Optuna's pruner, such as `{ min_resource = 5, reduction_factor = 4 }` for `asha`,
+    """The settings of the rule, such as `{ min_resource = 5, reduction_factor = 4 }` for `asha`,
     `{ upper = 10.0 }` for `threshold`."""
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         name = _RULES.get(self.rule, self.rule)
-        if name not in _PRUNERS:
-            raise ValueError(f"unknown rule {self.rule!r}. {did_you_mean(self.rule, [*_RULES, *_PRUNERS])}")
-        import optuna  # Late, since it takes a second: it is needed only where there is a rule.
-
-        options = list(inspect.signature(getattr(optuna.pruners, name)).parameters)
+        if name not in (*_PRUNERS, "asha"):
+            names = ["asha", *_RULES, *_PRUNERS]
+            raise ValueError(f"unknown rule {self.rule!r}. {did_you_mean(self.rule, names)}")
+        options = list(inspect.signature(_pruner_class(name)).parameters)
         for option in self.options:
             if option not in options:
                 raise ValueError(f"{self.rule} has no option {option!r}. {did_you_mean(option, options)}")
@@ -104,28 +104,75 @@ class StopConfig(Config):
 
     def pruner(self, fidelity: FidelityConfig | None = None) -> "optuna.pruners.BasePruner":
         """Optuna's pruner for this rule."""
-        import optuna
+        import optuna  # Late, since it takes a second: it is needed only where there is a rule.
 
         name = _RULES.get(self.rule, self.rule)
         options = dict(_DEFAULTS.get(name, {}))
-        if fidelity is not None and name in ("SuccessiveHalvingPruner", "HyperbandPruner"):
+        if fidelity is not None and name in ("asha", "SuccessiveHalvingPruner", "HyperbandPruner"):
             options |= {"min_resource": fidelity.low, "reduction_factor": fidelity.eta}
             options |= {"max_resource": fidelity.high} if name == "HyperbandPruner" else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             try:
-                return getattr(optuna.pruners, name)(**options | self.options)  # type: ignore[no-any-return]
+                return _pruner_class(name)(**options | self.options)
             except TypeError as error:
                 raise ValueError(f"{self.rule}: {error}") from error
 
     def learns_resource(self, fidelity: FidelityConfig | None) -> bool:
         """Whether the first rung is set by the first complete trial."""
-        is_asha = _RULES.get(self.rule, self.rule) == "SuccessiveHalvingPruner"
+        is_asha = self.rule in ("asha", "SuccessiveHalvingPruner")
         return is_asha and fidelity is None and "min_resource" not in self.options
 
     def needs_max_resource(self) -> bool:
         """Whether the rule lacks the last step of a complete trial."""
         return _RULES.get(self.rule, self.rule) == "HyperbandPruner" and "max_resource" not in self.options
+
+
+@cache
+def _pruner_class(name: str) -> "type[optuna.pruners.BasePruner]":
+    """One of Optuna's pruners, or our own for `asha`."""
+    import optuna
+
+    if name != "asha":
+        return getattr(optuna.pruners, name)  # type: ignore[no-any-return]
+
+    class Asha(optuna.pruners.BasePruner):
+        """Stops a trial that is not in the best part of those that reached the same rung so far.
+
+        That part is rounded up. Optuna rounds it down: of seven trials only the very best stays, and the one that would
+        have become the best is lost more often.
+        """
+
+        def __init__(self, min_resource: int = 1, reduction_factor: int = 4) -> None:
+            if min_resource < 1 or reduction_factor < 2:
+                raise ValueError("min_resource must be at least 1 and reduction_factor at least 2")
+            self._first, self._factor = min_resource, reduction_factor
+            self._rungs: dict[int, dict[int, float]] = {}
+            """The value of each trial, by its number, at the first step that reached a rung."""
+
+        def prune(self, study: Any, trial: Any) -> bool:
+            *earlier, step = sorted(trial.intermediate_values)
+            rung, sign = self._first, 1 if study.direction == optuna.study.StudyDirection.MINIMIZE else -1
+            while rung <= step:
+                if not earlier or earlier[-1] < rung:
+                    values = self._reached(study, rung, sign)
+                    value = values[trial.number] = sign * trial.intermediate_values[step]
+                    better = sum(other < value for other in values.values())
+                    if math.isnan(value) or better >= math.ceil(len(values) / self._factor):
+                        return True
+                rung *= self._factor
+            return False
+
+        def _reached(self, study: Any, rung: int, sign: int) -> dict[int, float]:
+            if rung not in self._rungs:
+                self._rungs[rung] = {}
+                for trial in study.get_trials(deepcopy=False):
+                    values = trial.intermediate_values
+                    if (first := min((step for step in values if step >= rung), default=None)) is not None:
+                        self._rungs[rung][trial.number] = sign * values[first]
+            return self._rungs[rung]
+
+    return Asha
 
 
 class StopRule:
