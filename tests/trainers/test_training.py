@@ -323,7 +323,7 @@ def test_training_waits_for_a_judge_outage_to_end(tmp_path):
         ({"agent": ', log = ["mlflow"]'}, "pip install mlflow"),
         ({"agent": ", group_sise = 4"}, "group_size"),
         ({"more": EVAL.replace("held_out", "nowhere")}, "[run.eval] tasks"),
-        ({"more": EVAL.replace("held_out", "tasks")}, "[run.eval] tasks: tasks/0, and 3 more would be trained on"),
+        ({"more": EVAL.replace("held_out", "tasks")}, "[run.eval] tasks: tasks/0 and 3 more would be trained on"),
         ({"more": "[run.eval]\ntasks = []"}, "[run.eval] tasks: is empty"),
         ({"more": EVAL.replace("{", "[{").replace("}", f"}}, {HELD_OUT}]")}, "two sources are called 'held_out'"),
     ],

@@ -93,8 +93,8 @@ class RolloutRun(RunKind):
         if not held_out or eval_problems or problems:
             return
         if shared := shared_tasks(self.rollout.tasks, held_out, checker.directory):
-            more = f", and {len(shared) - 1} more" if len(shared) > 1 else ""
-            checker.add("[run.eval] tasks", f"{shared[0].id}{more} would be trained on, too; hold out others.")
+            more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+            checker.add("[run.eval] tasks", f"{shared[0].id}{more} would be trained on as well; hold out other tasks.")
 
     def _check_gateway(self, raw: dict[str, Any], checker: Checker) -> None:
         trial_server = isinstance(self.gateway, TrialServerGatewayConfig)
