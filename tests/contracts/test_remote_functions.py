@@ -67,6 +67,18 @@ def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
     assert (late.outcome, late.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
 
 
+@pytest.mark.parametrize("parameter", ["workspace", "home", "instruction"])
+def test_a03_a_function_has_a_directory_of_its_own_if_it_takes_one(tmp_path, parameter):
+    async def main():
+        body = f"async def look({parameter}):\n    return os.path.isdir({parameter})\n"
+        (tmp_path / f"looks_for_{parameter}.py").write_text(f"import os\n\n\n{body}")
+        async with open_setup(tmp_path, function=f"looks_for_{parameter}:look") as setup:
+            return await setup.roll()
+
+    episode = asyncio.run(main())
+    assert episode.evidence["agent"]["returned"] is (parameter != "instruction")
+
+
 def test_a03_the_parameters_of_a_function_are_checked_at_load_time(tmp_path):
     name = write_functions(tmp_path)
 

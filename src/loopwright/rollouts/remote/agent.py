@@ -107,6 +107,9 @@ def last_user_message(task: Task) -> str:
 class ExternalAgent(ABC):
     """Attempts jobs, many at a time."""
 
+    needs_directory = True
+    """Whether its jobs need a workspace and a home."""
+
     @abstractmethod
     async def work(self, job: AgentJob) -> AgentExit:
         """Attempt a job. When cancelled, it ends everything it started before it returns."""
@@ -188,6 +191,9 @@ class FunctionAgent(ExternalAgent):
         self._config, self._scenario_dir = config, scenario_dir
         self._function: Callable[..., Any] = import_function(config.function or "", scenario_dir)
         self._parameters = inspect.signature(self._function).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
+        takes_directory = takes_all or not {"workspace", "home"}.isdisjoint(self._parameters)
+        self.needs_directory = takes_directory or config.sandbox != "none"
 
     async def work(self, job: AgentJob) -> AgentExit:
         values = job.placeholders(self._scenario_dir)

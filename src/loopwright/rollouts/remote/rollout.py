@@ -75,7 +75,11 @@ class RemoteRollout:
         directory: Path,
         marker: str,
         on_workspace: WorkspaceHook | None = None,
+        *,
+        has_directory: bool = True,
     ) -> None:
+        self._has_directory = has_directory
+        """Whether it has files: a function that takes no workspace, for a task without a directory, needs none."""
         self._context, self._sessions, self._request = context, sessions, request
         self._directory, self._marker, self._on_workspace = directory, marker, on_workspace
         self._config = context.config
@@ -92,7 +96,8 @@ class RemoteRollout:
         end of its daemon; every other failure is recorded in the episode.
         """
         stack = AsyncExitStack()
-        stack.push_async_callback(run_in_thread, remove, self._directory)
+        if self._has_directory:
+            stack.push_async_callback(run_in_thread, remove, self._directory)
         stack.push_async_callback(self._release_session)
         try:
             return await self._attempt(stack)
@@ -168,7 +173,7 @@ class RemoteRollout:
             (self._directory / "home").mkdir()
             return prepare(request.task, workspace, context.locator, context.sandbox, run_tests=context.run_tests)
 
-        prepared = await asyncio.to_thread(prepare_workspace)
+        prepared = await asyncio.to_thread(prepare_workspace) if self._has_directory else None
         options = {} if prepared is None else prepared.sandbox_options
         sandbox: SandboxInstance = await stack.enter_async_context(
             context.sandbox.open(workspace, allowed_urls=(self._session.openai_base_url,), **options)

@@ -73,9 +73,18 @@ class RemoteWorker(Worker):
             raise GatewayLost("the worker is closed")
         self._reaper.start()
         sessions = self._sessions or self._client(request.access)
-        directory = Path(tempfile.mkdtemp(dir=self._reaper.directory, prefix="trial-"))
-        marker = f"{self._reaper.marker}.{next(self._numbers)}"
-        rollout = RemoteRollout(self._context, sessions, request.request, directory, marker, request.on_workspace)
+        marker, context = f"{self._reaper.marker}.{next(self._numbers)}", self._context
+        has_directory = (
+            context.agent.needs_directory
+            or request.on_workspace is not None
+            or context.locator.names_directory(request.request.task)
+        )
+        directory = self._reaper.directory / "none"
+        if has_directory:
+            directory = Path(tempfile.mkdtemp(dir=self._reaper.directory, prefix="trial-"))
+        rollout = RemoteRollout(
+            context, sessions, request.request, directory, marker, request.on_workspace, has_directory=has_directory
+        )
         try:
             return await rollout.run()
         except (GatewayLost, PoolDown):

@@ -4,11 +4,13 @@ The environment runs in our process with OpenAI's SDK pointed at a session, so e
 functions become parts of the reward, times their weights; functions of weight zero are recorded as metrics.
 """
 
+import asyncio
 import functools
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from importlib import import_module
@@ -30,6 +32,8 @@ _calls: ContextVar[list["_Call"]] = ContextVar("calls")
 """The calls of reward functions in this rollout."""
 _Call = tuple[str, float, float | Exception]
 """Name, weight, and the value or the exception."""
+_clients: dict[tuple[asyncio.AbstractEventLoop, bool], tuple[Any, int]] = {}
+"""HTTP clients and how many rollouts use them, by event loop and whether certificates are checked."""
 
 
 class VerifiersTasks(EnvironmentTasks):
@@ -96,9 +100,8 @@ async def attempt(task: Task, base_url: str, api_key: str) -> Any:
         reason = f"row {place['index']} of {place['env']!r} differs from when the run started; make its order fixed"
         raise RolloutFailed(reason, Fault.WORKLOAD)
     openai, clients = import_module("openai"), import_module("verifiers.clients")
-    # Without certificates, whose loading takes longer than a short rollout, unless they are needed.
-    http = openai.DefaultAsyncHttpxClient(verify=base_url.startswith("https"))
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as sdk:
+    async with _connections(verify=base_url.startswith("https")) as http:
+        sdk = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http)
         client = clients.OpenAIChatCompletionsClient(sdk)
         try:
             state = await environment.rollout(row, client, _MODEL, deepcopy(environment.sampling_args))
@@ -113,6 +116,25 @@ async def attempt(task: Task, base_url: str, api_key: str) -> Any:
         if fault is not None:
             raise RolloutFailed(_chain(failure), fault, score)
         return score
+
+
+@asynccontextmanager
+async def _connections(*, verify: bool) -> AsyncIterator[Any]:
+    """The HTTP client of all rollouts of this event loop that run at the same time; the last one closes it."""
+    key = asyncio.get_running_loop(), verify
+    client, users = _clients.get(key, (None, 0))
+    if client is None:
+        # Without certificates, whose loading takes longer than a short rollout, unless they are needed.
+        client = import_module("openai").DefaultAsyncHttpxClient(verify=verify)
+    _clients[key] = client, users + 1
+    try:
+        yield client
+    finally:
+        client, users = _clients.pop(key)
+        if users > 1:
+            _clients[key] = client, users - 1
+        else:
+            await client.aclose()
 
 
 async def _score(environment: Any, state: Any) -> Any:
@@ -192,6 +214,7 @@ def _watched(function: Callable[..., Any], rubric: Any, index: int) -> Callable[
         return value
 
     call.is_watched = True  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # the rubric asks for it at each call
     return call
 
 

@@ -157,6 +157,10 @@ class TaskLocator:
     root: str | None = None
     template: str | None = None
 
+    def names_directory(self, task: Task) -> bool:
+        """Whether a task may have a directory."""
+        return bool(task.extra.get("local_task_path") or task.extra.get("instance_id"))
+
     def find(self, task: Task) -> Path | None:
         """The directory of a task; None if it names none; TasksError if it does not exist."""
         candidates = list(self._candidates(task))
