@@ -1,5 +1,6 @@
 """P02 with a real model: an engine at a tenth of its speed changes no reward, only the time."""
 
+import asyncio
 import json
 
 import pytest
@@ -7,7 +8,12 @@ import pytest
 import loopwright
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Outcome
+from loopwright.engines.base import Sampling
+from loopwright.engines.fleet import Fleet, FleetConfig
+from loopwright.engines.scripted import ScriptedConfig
+from loopwright.gateway.sessions.session import Session
 from loopwright.ledger.ledger import Ledger
+from loopwright.testing import simulate
 
 TRIALS, TOKENS = 6, 8
 ENGINE = """
@@ -76,3 +82,28 @@ def test_p02_a_real_model_at_a_tenth_of_its_speed_changes_no_reward(tmp_path, mo
     slow, engine_s = rewards(tmp_path / "slow", model, 10)
     assert slow == fast
     assert max(engine_s) > 3.0, "more than the deadline"
+
+
+def test_p02_views_of_an_engine_share_its_activity(tmp_path):
+    """A session that waits in the queue of a busy engine does not call it silent."""
+
+    async def main():
+        engine = Fleet(FleetConfig(engines=(ScriptedConfig(replies=("a",)),)), tmp_path)
+        sessions = [Session(engine.for_session(str(n)), Sampling(), seed=str(n)) for n in range(2)]
+        waiting = asyncio.ensure_future(_hold(sessions[0]))
+        await asyncio.sleep(50)
+        await sessions[1].sample(sessions[1].draft([{"role": "user", "content": "hi"}]))
+        now = asyncio.get_running_loop().time()
+        silences = [sessions[0].silent_s(now + 5)]
+        await engine.pause()
+        silences.append(sessions[0].silent_s(now + 500))
+        waiting.cancel()
+        await engine.close()
+        return silences
+
+    assert simulate(main()) == [5, 0]
+
+
+async def _hold(session):
+    with session.phase("generate"):
+        await asyncio.sleep(1000)

@@ -191,6 +191,14 @@ class EngineConfig(Config):
         return getattr(self, "model", None)
 
 
+@dataclass(slots=True)
+class EngineActivity:
+    """What the sessions of an engine know of each other: views of an engine share it."""
+
+    last_at: float = 0.0
+    """When the engine last sampled a token, for any session, or was resumed; on the event loop's clock."""
+
+
 class Engine(ABC):
     """Turns token ids into token ids.
 
@@ -221,8 +229,7 @@ class Engine(ABC):
         self.version = 0
         self.pauses = 0
         """How often the engine was paused; a stream that sees this change ends with `abort`."""
-        self.active_at = 0.0
-        """When it last sampled a token, for any session, or was resumed; on the event loop's clock."""
+        self.activity = EngineActivity()
         self._running = asyncio.Event()
         self._running.set()
 
@@ -261,7 +268,7 @@ class Engine(ABC):
 
     async def resume(self) -> None:
         """Let streams run again."""
-        self.active_at = asyncio.get_running_loop().time()
+        self.activity.last_at = asyncio.get_running_loop().time()
         self._running.set()
 
     async def load_weights(self, source: Any, version: int) -> None:

@@ -373,9 +373,9 @@ class _SessionView(Engine):
     """A fleet as one session sees it."""
 
     def __init__(self, fleet: Fleet, key: str) -> None:
-        self._fleet, self._key = fleet, key
         super().__init__(fleet.config, fleet.scenario_dir)
-        self.tokenizer = fleet.tokenizer
+        self._fleet, self._key = fleet, key
+        self.tokenizer, self.activity = fleet.tokenizer, fleet.activity
 
     @property
     def version(self) -> int:
@@ -395,14 +395,6 @@ class _SessionView(Engine):
     @max_context.setter
     def max_context(self, length: int | None) -> None:
         self._fleet.max_context = length
-
-    @property
-    def active_at(self) -> float:
-        return self._fleet.active_at
-
-    @active_at.setter
-    def active_at(self, time: float) -> None:
-        self._fleet.active_at = max(time, self._fleet.active_at)
 
     @property
     def is_paused(self) -> bool:

@@ -264,7 +264,7 @@ class Session:
                         count = _feed(parser, on_delta, chunk.ids, chunk.logprobs, chunk.tops)
                     draft.add(chunk, count)
                     if chunk.ids:
-                        self.engine.active_at = clock()
+                        self.engine.activity.last_at = clock()
                     if parser is not None and parser.done:
                         return "stop"
             if chunk is None or chunk.finish is None:
@@ -377,9 +377,9 @@ class Session:
         """
         if now is not None:
             since = self.engine_wait.since
-            return 0.0 if since is None or self.engine.is_paused else now - max(self.engine.active_at, since)
+            return 0.0 if since is None or self.engine.is_paused else now - max(self.engine.activity.last_at, since)
         name, start, end = self.interrupted or ("", 0.0, 0.0)
-        return max(0.0, end - max(self.engine.active_at, start)) if name == "generate" else 0.0
+        return max(0.0, end - max(self.engine.activity.last_at, start)) if name == "generate" else 0.0
 
     def episode(
         self, task: Task, outcome: Outcome = Outcome.OK, *, fault: Fault | None = None, reason: str = ""
