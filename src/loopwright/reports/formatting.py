@@ -44,8 +44,11 @@ def number(value: Any, digits: int = 5) -> str:
 def ends(low: float, high: float) -> str:
     """`low to high`, with as many digits as it takes to tell the ends of a narrow interval apart."""
     width, largest = high - low, max(abs(low), abs(high))
-    digits = 5 if not 0 < width < largest else min(12, max(5, 3 + math.ceil(math.log10(largest / width))))
-    return f"{number(low, digits)} to {number(high, digits)}"
+    if 0 < width < largest / 10**4 and math.isfinite(largest):
+        # Two digits of the width, in both ends.
+        decimals = max(0, 1 - math.floor(math.log10(width)))
+        return f"{low:,.{decimals}f} to {high:,.{decimals}f}".replace(",", "\u202f").replace("-", "−")
+    return f"{number(low)} to {number(high)}"
 
 
 def measured(value: Any, name: str) -> str:
