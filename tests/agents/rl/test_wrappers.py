@@ -1,5 +1,7 @@
 """Wrappers, time limits and normalisation of live environments."""
 
+import shutil
+
 import pytest
 from tests.agents.rl.scenarios import live_scenario, load_error, resume, train
 
@@ -50,3 +52,30 @@ def test_normalisation_is_saved_with_the_policy_and_resumed(tmp_path):
     with Ledger.read(tmp_path / "out" / "r" / "ledger.db") as ledger:
         assert {trial.reward.value for trial in ledger.trials()} == {1.0}, "the environment's own rewards"
     assert resume(tmp_path) == 0
+
+
+WIDE = """
+import gymnasium
+import numpy as np
+from tests.envs.helpers import LineServer
+
+class Wide(gymnasium.Env):
+    observation_space, action_space = LineServer.observation_space, LineServer.action_space
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 5
+        return np.zeros(2), {}
+
+    def step(self, action):
+        self.left -= 1
+        return np.zeros(2), 1.0, self.left == 0, False, {}
+"""
+
+
+def test_observations_of_another_precision_need_a_wrapper_that_converts_them(tmp_path):
+    (tmp_path / "rl_wide.py").write_text(WIDE)
+    agent = 'type = "ppo", trials = 40, rollout = 16'
+    wrapper = 'wrappers = [{ type = "gymnasium.wrappers:DtypeObservation", dtype = "float32" }]'
+    assert train(tmp_path, live_scenario(agent, "rl_wide:Wide", wrapper)) == 0
+    shutil.rmtree(tmp_path / "out")
+    assert train(tmp_path, live_scenario(agent, "rl_wide:Wide")) == 1
