@@ -113,7 +113,8 @@ def write_best(ledger: Ledger, path: Path, best: Recommendation | None = None) -
     labels = run.get("objectives") or ["reward"] * len(candidates[0].objectives)
     objectives = [Objective.of(label) for label in labels]
     name = f"{source['name']}: best of {run.get('name')}"
-    scenario = {"name": name, "home": source["home"], "system": source["system"], "run": numbered}
+    system = {"system": source["system"]} if source["system"] else {}
+    scenario = {"name": name, "home": source["home"], **system, "run": numbered}
     with replacing(path) as file:
         file.write("# The best configuration; run it with `loopwright run`.\n")
         for candidate in candidates:
