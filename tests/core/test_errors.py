@@ -88,3 +88,5 @@ def test_a_misspelled_name_gets_a_suggestion():
     assert did_you_mean("tpee", ["grid", "tpe"]) == "Known: grid, tpe. Did you mean 'tpe'?"
     assert did_you_mean("xyz", ["grid"]) == "Known: grid."
     assert did_you_mean("xyz", []) == "None is known."
+    many = did_you_mean("task-199x", [f"task-{n}" for n in range(200)])
+    assert many.endswith("task-48, task-49 and 150 more. Did you mean 'task-199'?")

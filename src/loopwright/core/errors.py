@@ -149,6 +149,10 @@ def storage(where: Path, *, then: str = _CONTINUE) -> Iterator[None]:
         ) from error
 
 
+_MOST_NAMES = 50
+"""How many names an error lists; a run may have thousands of tasks."""
+
+
 def sentence(error: BaseException) -> str:
     """An error's message, ending with a full stop, so that another sentence can follow."""
     message = str(error) or repr(error)
@@ -157,6 +161,7 @@ def sentence(error: BaseException) -> str:
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
     """The names that exist, and the one that was probably meant."""
-    listing = f"Known: {', '.join(names)}." if names else "None is known."
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    listing = f"Known: {', '.join(names[:_MOST_NAMES])}{more}." if names else "None is known."
     close = get_close_matches(word, names, n=1)
     return f"{listing} Did you mean {close[0]!r}?" if close else listing
