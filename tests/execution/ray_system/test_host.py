@@ -1,0 +1,34 @@
+"""What an actor does, without a cluster."""
+
+import asyncio
+
+from loopwright.execution.base import Command
+from loopwright.execution.ray.host import HostSettings, TrialRunner
+
+SETTINGS = HostSettings(files="shared", output_bytes=1000, grace_s=1.0, artifact_bytes=1000, gpus=0)
+
+
+def test_a_late_cancel_ends_no_other_trial(tmp_path):
+    """Given two trials one after another, a cancel of the first ends that one only, also if it comes late or early."""
+
+    def sleep(name: str, seconds: str) -> Command:
+        directory = tmp_path / name
+        directory.mkdir()
+        return Command(("sleep", seconds), directory, {}, directory / "stdout", directory / "stderr", None, name)
+
+    async def main() -> None:
+        runner = TrialRunner(SETTINGS)
+        await runner.start("")
+        first = asyncio.ensure_future(runner.use("first", sleep("first", "60"), {"PATH": "/bin:/usr/bin"}, None))
+        await asyncio.sleep(0.2)
+        runner.cancel("first")
+        assert (await first).cancelled
+        second = asyncio.ensure_future(runner.use("second", sleep("second", "0.5"), None, None))
+        await asyncio.sleep(0.1)
+        runner.cancel("first")
+        assert (await second).value.exit_code == 0
+        runner.cancel("third")
+        assert (await runner.use("third", sleep("third", "60"), None, None)).cancelled
+        await runner.close()
+
+    asyncio.run(main())
