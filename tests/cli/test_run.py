@@ -141,7 +141,7 @@ def test_a_grid_over_lists_of_one_value_is_one_trial(loopwright, scenario, tmp_p
     path.write_text(table)
     done = loopwright("run", path, "-o", "out", "-q")
     assert done.returncode == 0, done.stderr
-    assert "1 ok of 1 trials" in done.stdout
+    assert "1 ok of 1 trial" in done.stdout
 
 
 def test_overwrite_deletes_the_earlier_campaign_and_nothing_else(loopwright, scenario, tmp_path):

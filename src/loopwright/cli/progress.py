@@ -103,7 +103,8 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     objectives = [Objective.of(label) for label in about["objectives"]]
     first = (*objectives, Objective("reward"))[0]
     candidates = best.by_regime if by_regime else best.front
-    lines = [f"{counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials"]
+    total = sum(counts.values()) - counts["cached"]
+    lines = [f"{counts.get('ok', 0)} ok of {total} {'trial' if total == 1 else 'trials'}"]
     shown = [(title(candidate), candidate) for candidate in candidates[:_MAX_CANDIDATES]]
     if len(objectives) > 1 and not by_regime and best.baseline is not None and best.baseline not in best.front:
         shown.append(("the baseline", best.baseline))
