@@ -96,8 +96,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[st
             case "string_pattern_mismatch" if facts["pattern"] == FUNCTION:
                 yield where, f"write it as module:function, not {value!r}"
             case "string_pattern_mismatch" if facts["pattern"] == NAME:
-                rule = "letters, digits, `_`, `.` and `-`; it starts with a letter, a digit or `_`"
-                yield where, f"{value!r} is not a name of {rule}"
+                rule = "letters, digits, `_`, `.` and `-`, after a letter, a digit or `_`"
+                yield where, f"must consist of {rule}, not {value!r}"
             case "model_type":
                 yield where, f"must be a table, not {value!r}"
             case kind if kind in _REQUIREMENTS:
