@@ -38,7 +38,7 @@ def test_a_good_scenario_is_loaded_completely(loaded):
         ({"head": 'name = "x"\n[system]\ntype = "slum"'}, "[system] type", "unknown system 'slum'"),
         ({"head": 'name = "x"\n[system]\nmemory = "2 apples"'}, "[system] memory", "write for example '512MiB'"),
         ({"head": 'name = "x"\nsystem = "local"'}, "[system]", "must be a table"),
-        ({"run": '[[run]]\nname = "a/b"'}, "[[run]] name", "'a/b' is not a name"),
+        ({"run": '[[run]]\nname = "a/b"'}, "[[run]] name", "not 'a/b'"),
         ({"run": "[[run]]"}, "[[run]] name", "is missing"),
         ({"run": '[[run]]\nname = "a"\nrepeat = 2'}, "[[run]]", "Did you mean 'repeats'?"),
         ({"run": '[[run]]\nname = "a"\nrepeats = 3'}, "[run.agent] trials", "4 is not a multiple of repeats = 3"),
