@@ -3,7 +3,7 @@
 import asyncio
 
 from loopwright.execution.base import Command
-from loopwright.execution.ray.host import HostSettings, TrialRunner
+from loopwright.execution.ray.host import HostRunner, HostSettings
 
 SETTINGS = HostSettings(files="shared", output_bytes=1000, grace_s=1.0, artifact_bytes=1000, gpus=0)
 
@@ -17,7 +17,7 @@ def test_a_late_cancel_ends_no_other_trial(tmp_path):
         return Command(("sleep", seconds), directory, {}, directory / "stdout", directory / "stderr", None, name)
 
     async def main() -> None:
-        runner = TrialRunner(SETTINGS)
+        runner = HostRunner(SETTINGS)
         await runner.start("")
         first = asyncio.ensure_future(runner.use("first", sleep("first", "60"), {"PATH": "/bin:/usr/bin"}, None))
         await asyncio.sleep(0.2)

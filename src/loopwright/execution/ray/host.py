@@ -55,7 +55,7 @@ class HostAnswer:
     cancelled: bool = False
 
 
-class TrialRunner:
+class HostRunner:
     """Runs one trial at a time on the actor's event loop, for one run after another."""
 
     _executor: LocalExecutor
@@ -188,7 +188,7 @@ class TrialHost:
     """
 
     def __init__(self, settings: HostSettings) -> None:
-        self._runner, self._loop = TrialRunner(settings), asyncio.new_event_loop()
+        self._runner, self._loop = HostRunner(settings), asyncio.new_event_loop()
 
     def start(self, token: str) -> tuple[str, bool]:
         """Prepare for a run. Returns where it runs, and whether it sees the run's directory: the token is in it."""
