@@ -10,6 +10,7 @@ from loopwright.cli.options import emit
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Kind, Step
+from loopwright.reports.formatting import number
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.live.digest import read_live
 from loopwright.reports.live.policy import comparison
@@ -112,14 +113,15 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
         under = f"   under {_pairs(candidate.regimes[0])}" if by_regime else ""
         values = zip(objectives, candidate.objectives, candidate.intervals, strict=True)
         reward = {
-            o.name: f"{o.value(value):.6g} ({o.evidence(bounds, candidate.count)})" for o, value, bounds in values
+            o.name: f"{number(o.value(value), 6)} ({o.evidence(bounds, candidate.count)})"
+            for o, value, bounds in values
         }
         lines.append(f"{name}  {_pairs(reward, ' = ')}   with   {_pairs(candidate.action)}{under}")
     if len(candidates) > _MAX_CANDIDATES:
         lines.append(f"and {len(candidates) - _MAX_CANDIDATES} more, in best.toml")
     if not by_regime:
         lines += [
-            f"best {choice.rule}  {first.value(choice.estimate.mean):.6g} "
+            f"best {choice.rule}  {number(first.value(choice.estimate.mean), 6)} "
             f"({first.evidence(choice.estimate.interval, choice.estimate.count)})   with   {_pairs(choice.action)}"
             for choice in best.robust
         ]

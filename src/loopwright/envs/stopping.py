@@ -139,8 +139,7 @@ def _pruner_class(name: str) -> "type[optuna.pruners.BasePruner]":
     class Asha(optuna.pruners.BasePruner):
         """Stops a trial that is not in the best part of those that reached the same rung so far.
 
-        That part is rounded up. Optuna rounds it down: of seven trials only the very best stays, and the one that would
-        have become the best is lost more often.
+        That part is rounded up: of seven trials, two stay. Optuna rounds it down, so that only the very best stays.
         """
 
         def __init__(self, min_resource: int = 1, reduction_factor: int = 4) -> None:

@@ -149,7 +149,7 @@ class RunProgress(Observer):
     def _values(self, rewards: Sequence[float]) -> str:
         """All objectives in their own units."""
         pairs = zip(self.objectives, rewards, strict=False)
-        return ", ".join(f"{own.name} = {own.value(reward):.6g}" for own, reward in pairs)
+        return ", ".join(f"{own.name} = {number(own.value(reward), 6)}" for own, reward in pairs)
 
 
 def _means(trials: Sequence[Trial]) -> list[float]:
