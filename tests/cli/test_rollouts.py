@@ -377,7 +377,7 @@ def test_an_invalid_judger_exits_with_2_and_the_reason(finished, tmp_path, text,
 def test_a_missing_judger_file_is_named(finished):
     done = call(finished, "rejudge", "out", "--judger", "nowhere.toml")
     assert done.returncode == 2
-    assert "nowhere.toml, cannot be read" in done.stderr
+    assert "nowhere.toml: cannot be read" in done.stderr
 
 
 # -- export ---------------------------------------------------------------------------------------------------------

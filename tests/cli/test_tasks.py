@@ -35,7 +35,7 @@ def test_every_problem_is_listed_and_the_good_ones_are_written(loopwright, tmp_p
     done = loopwright("tasks", "scan", "set", "-o", "tasks.jsonl")
     assert done.returncode == 2
     assert "3 tasks, 2 of them unusable" in done.stdout
-    assert "bad/task.toml, agent.timeout_sec: " in done.stderr
+    assert "bad/task.toml: agent.timeout_sec: " in done.stderr
     assert "worse/instruction.md is empty" in done.stderr
     assert len((tmp_path / "tasks.jsonl").read_text().splitlines()) == 1
 

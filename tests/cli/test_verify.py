@@ -20,9 +20,9 @@ def test_every_scenario_of_a_folder_is_checked_and_every_problem_listed(loopwrig
     assert done.returncode == 2
     assert "all/good.toml: good (first)" in done.stdout
     lines = done.stderr.splitlines()
-    assert any(line.startswith("all/bad.toml, [run.agent] type: ") for line in lines)
-    assert any(line.startswith("all/bad.toml, [run.rewards]: ") and "'metric_failure'" in line for line in lines)
-    assert any(line.startswith("all/worse.toml, ") for line in lines)
+    assert any(line.startswith("all/bad.toml: [run.agent] type: ") for line in lines)
+    assert any(line.startswith("all/bad.toml: [run.rewards]: ") and "'metric_failure'" in line for line in lines)
+    assert any(line.startswith("all/worse.toml: ") for line in lines)
 
 
 def test_our_examples_are_valid_and_their_tasks_are_not_scenarios(loopwright):

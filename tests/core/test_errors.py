@@ -63,7 +63,7 @@ def test_the_tree_shows_every_error_under_its_parent_with_its_file():
 
 def test_a_scenario_error_has_a_line_for_each_problem_with_file_and_key():
     error = ScenarioError("study.toml", [Problem("[run.agent] type", "is missing."), Problem("", "cannot be read.")])
-    assert str(error) == "study.toml, [run.agent] type: is missing.\nstudy.toml, cannot be read."
+    assert str(error) == "study.toml: [run.agent] type: is missing.\nstudy.toml: cannot be read."
 
 
 def test_a_missing_extra_names_the_pip_command():

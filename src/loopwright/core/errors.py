@@ -87,7 +87,7 @@ class ScenarioError(LoopwrightError, ValueError):
 
     def __init__(self, file: Path | str, problems: Sequence[Problem]) -> None:
         self.file, self.problems = str(file), tuple(problems)
-        super().__init__("\n".join(f"{self.file}, {problem}" for problem in self.problems))
+        super().__init__("\n".join(f"{self.file}: {problem}" for problem in self.problems))
 
 
 class MissingExtra(LoopwrightError, ImportError):

@@ -82,7 +82,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
         metadata = tomllib.loads(toml.read_text()).get("metadata", {}) if toml.exists() else {}
         if (image := self.task_env_config.docker_image) and metadata.get("needs_image") is not False:
             raise ValueError(
-                f"{toml}, environment.docker_image: {image!r} needs an environment that can run images, or set "
+                f"{toml}: environment.docker_image: {image!r} needs an environment that can run images, or set "
                 "needs_image = false in the task's [metadata] if any machine's programs will do"
             )
 

@@ -198,13 +198,13 @@ def test_tests_get_the_variables_of_the_environment_and_of_the_verifier(tmp_path
 
 def test_an_unset_variable_is_named(tmp_path):
     path = write(tmp_path / "task", toml='[environment.env]\nA = "${NOWHERE}"\n')
-    with pytest.raises(TasksError, match=r"task\.toml, environment\.env needs the environment variable NOWHERE"):
+    with pytest.raises(TasksError, match=r"task\.toml: environment\.env needs the environment variable NOWHERE"):
         prepare(task_at(path), tmp_path, TaskLocator(tmp_path), NoSandbox())
 
 
 def test_an_unset_variable_of_the_tests_is_found_before_the_agent_starts(tmp_path):
     path = write(tmp_path / "task", toml='[verifier.env]\nA = "${NOWHERE}"\n')
-    message = r"task\.toml, verifier\.env needs the environment variable NOWHERE, which is not set"
+    message = r"task\.toml: verifier\.env needs the environment variable NOWHERE, which is not set"
     with pytest.raises(TasksError, match=message):
         prepare(task_at(path), tmp_path, TaskLocator(tmp_path), NoSandbox())
     assert prepare(task_at(path), tmp_path, TaskLocator(tmp_path), NoSandbox(), run_tests=False).tests_env == {}

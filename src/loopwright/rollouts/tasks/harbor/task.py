@@ -152,11 +152,11 @@ class HarborTask:
 
     def agent_env(self) -> dict[str, str]:
         """The variables of its environment; TasksError if one refers to a variable that is not set."""
-        return resolve_env(self.env, f"{self.path / TOML}, environment.env")
+        return resolve_env(self.env, f"{self.path / TOML}: environment.env")
 
     def tests_env(self, step: TaskStep) -> dict[str, str]:
         """The additional variables of a step's tests; TasksError as for `agent_env`."""
-        return resolve_env(step.verifier_env, f"{self.path / TOML}, verifier.env")
+        return resolve_env(step.verifier_env, f"{self.path / TOML}: verifier.env")
 
     def check_variables(self) -> None:
         """Raise TasksError if a variable that the agent or any tests need is not set."""
@@ -181,24 +181,24 @@ def _parse(file: Path) -> _Toml:
         return _Toml.model_validate(raw)
     except ValidationError as error:
         problems = "; ".join(f"{key}: {message}" for key, message in explain(error, _Toml))
-        raise TasksError(f"{file}, {problems}") from error
+        raise TasksError(f"{file}: {problems}") from error
 
 
 def _check_supported(toml: _Toml, file: Path) -> None:
     """Raise TasksError for features of Harbor that are not supported here."""
     if toml.environment.os.lower() != "linux":
-        raise TasksError(f"{file}, environment.os: {toml.environment.os!r} is not supported, only 'linux'")
+        raise TasksError(f"{file}: environment.os: {toml.environment.os!r} is not supported, only 'linux'")
     for where, verifier in [("", toml.verifier), *((f"steps.{s.name}.", s.verifier) for s in toml.steps)]:
         if verifier.environment_mode == "separate" or verifier.environment is not None:
             raise TasksError(
-                f"{file}, {where}verifier.environment: separate test containers are only supported by Harbor itself"
+                f"{file}: {where}verifier.environment: separate test containers are only supported by Harbor itself"
             )
     names = [step.name for step in toml.steps]
     for setup in (file.parent / "steps" / name / "workdir" / "setup.sh" for name in names):
         if setup.exists():
             raise TasksError(f"{setup}: setup scripts of steps are only supported by Harbor itself")
     if duplicates := {name for name in names if names.count(name) > 1}:
-        raise TasksError(f"{file}, steps: two steps are called {duplicates.pop()!r}; give each a unique name")
+        raise TasksError(f"{file}: steps: two steps are called {duplicates.pop()!r}; give each a unique name")
 
 
 def _steps(toml: _Toml, path: Path) -> Iterator[TaskStep]:
