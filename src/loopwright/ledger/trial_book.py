@@ -44,32 +44,22 @@ class Observers(list[Observer]):
 
     def before(self, trial: Trial) -> None:
         """Call `before` on every observer."""
-        for observer in tuple(self):
-            try:
-                observer.before(trial)
-            except Exception:
-                name = type(observer).__name__
-                log.exception("observer %s.before failed on trial %d and is switched off", name, trial.number)
-                self.remove(observer)
+        self._call(lambda observer: observer.before(trial), "before", f"trial {trial.number}")
 
     def after(self, trial: Trial) -> None:
         """Call `after` on every observer."""
-        for observer in tuple(self):
-            try:
-                observer.after(trial)
-            except Exception:
-                name = type(observer).__name__
-                log.exception("observer %s.after failed on trial %d and is switched off", name, trial.number)
-                self.remove(observer)
+        self._call(lambda observer: observer.after(trial), "after", f"trial {trial.number}")
 
     def after_step(self, kind: Kind, step: Step) -> None:
         """Call `after_step` on every observer."""
+        self._call(lambda observer: observer.after_step(kind, step), "after_step", f"step {step.step}")
+
+    def _call(self, hook: Callable[[Observer], None], name: str, where: str) -> None:
         for observer in tuple(self):
             try:
-                observer.after_step(kind, step)
+                hook(observer)
             except Exception:
-                name = type(observer).__name__
-                log.exception("observer %s.after_step failed on step %d and is switched off", name, step.step)
+                log.exception("observer %s.%s failed on %s and is switched off", type(observer).__name__, name, where)
                 self.remove(observer)
 
 
