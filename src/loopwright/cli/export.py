@@ -43,6 +43,12 @@ _STEPS: dict[Format, Callable[[Ledger, Path], Path]] = {
     Format.PARQUET: steps_export.write_parquet_steps,
     Format.JSONL: steps_export.write_json_steps,
 }
+_NOTHING = {
+    Format.OPTUNA: "no run in {output} is a search, so it has no study to export.",
+    Format.GGUF: "no run in {output} has a policy yet: it is written after the last step of training.",
+}
+_NO_STEPS = "no run in {output} has trained anything yet, so there are no steps."
+_NO_ROLLOUTS = "there are no rollouts in {output}, so no episodes or rows. Use --format csv or parquet."
 
 
 def command(
@@ -99,14 +105,9 @@ def command(
         for file in new:
             typer.echo(file)
         files += new
-    if not files and format is Format.OPTUNA:
-        raise LedgerError(f"no run in {output} is a search, so it has no study to export.")
-    if not files and format is Format.GGUF:
-        raise LedgerError(f"no run in {output} has a policy yet: it is written after the last step of training.")
-    if not files and steps:
-        raise LedgerError(f"no run in {output} has trained anything yet, so there are no steps.")
     if not files:
-        raise LedgerError(f"there are no rollouts in {output}, so no episodes or rows. Use --format csv or parquet.")
+        reason = _NO_STEPS if steps else _NOTHING.get(format, _NO_ROLLOUTS)
+        raise LedgerError(reason.format(output=output))
 
 
 def _problem_of(format: Format, which: Selection, *, rows: bool, steps: bool) -> str | None:
