@@ -21,4 +21,4 @@ def test_importing_the_package_does_not_import_gymnasium():
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"module .loopwright\.envs. has no attribute 'Nonsense'"):
-        lazy_exports("loopwright.envs", {})("Nonsense")
+        lazy_exports("loopwright.envs")("Nonsense")

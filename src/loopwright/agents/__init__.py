@@ -44,6 +44,4 @@ __all__ = [
     "rollout_agents",
 ]
 
-__getattr__ = lazy_exports(
-    __name__, dict.fromkeys(("BudgetedConfig", "SearchAgent", "SearchConfig", "SpaceAgent"), "search.base")
-)
+__getattr__ = lazy_exports(__name__)

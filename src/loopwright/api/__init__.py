@@ -18,10 +18,4 @@ __all__ = [
     "Trials",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys(("AskTellError", "PendingTrial"), "ask_tell"),
-        **dict.fromkeys(("BestResult", "NoResult", "Report", "Study", "Trials"), "study"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

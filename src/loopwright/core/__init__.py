@@ -58,30 +58,4 @@ __all__ = [
     "rewards",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys(("Agent", "AgentConfig"), "agent"),
-        "Config": "config",
-        **dict.fromkeys(("Attempt", "Episode", "Node", "Row", "Span"), "episode"),
-        **dict.fromkeys(
-            (
-                "InvalidAction",
-                "LaunchError",
-                "LedgerError",
-                "LoopwrightError",
-                "MissingExtra",
-                "OutputBusy",
-                "Problem",
-                "ScenarioError",
-                "StorageError",
-            ),
-            "errors",
-        ),
-        **dict.fromkeys(("Fault", "Outcome"), "outcome"),
-        "Registry": "registry",
-        **dict.fromkeys(("Penalties", "Reward", "RewardFunction", "rewards"), "reward"),
-        "Task": "task",
-        **dict.fromkeys(("Feedback", "Observation", "Proposal", "Result", "Trial"), "trial"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

@@ -1,7 +1,10 @@
 """Imports by name: `module:attribute` of a scenario, and modules that are loaded when they are first used."""
 
+import ast
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module, invalidate_caches
 from importlib.util import LazyLoader, find_spec, module_from_spec
 from pathlib import Path
@@ -70,17 +73,30 @@ def lazy_module(name: str) -> ModuleType:
     return module
 
 
-def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_exports(package: str) -> Callable[[str], Any]:
     """The `__getattr__` of a package that imports each public name from its module when it is first used.
 
-    __getattr__ = lazy_exports(__name__, {"RemoteServer": "live.remote", "serve": "live.serve"})
+    if TYPE_CHECKING:
+        from loopwright.envs.live.remote import RemoteServer
+
+    __getattr__ = lazy_exports(__name__)
+
+    The block for type checkers says which names there are, and where, so that they are listed once.
     """
 
+    @cache
+    def modules() -> dict[str, str]:
+        statements = ast.parse(inspect.getsource(sys.modules[package])).body
+        blocks = [statement.body for statement in statements if isinstance(statement, ast.If)]
+        imports = [line for block in blocks for line in block if isinstance(line, ast.ImportFrom)]
+        return {alias.name: str(line.module) for line in imports for alias in line.names}
+
     def load(name: str) -> Any:
-        if name not in names:
+        # Python asks for names such as `__path__`, which no module exports.
+        if name.startswith("__") or name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(import_module(f"{package}.{names[name]}"), name)
+            return getattr(import_module(modules()[name]), name)
         except ModuleNotFoundError as error:
             if error.name not in _EXTRAS:
                 raise

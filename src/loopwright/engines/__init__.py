@@ -62,22 +62,4 @@ __all__ = [
     "engines",
 ]
 
-_BASE = ("BadSampling", "Chunk", "ContextFull", "Engine", "EngineAway", "EngineConfig", "EngineError", "Sampling")
-
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys((*_BASE, "engines"), "base"),
-        **dict.fromkeys(("ByteTokenizer", "HubTokenizer", "Tokenizer"), "tokenizer"),
-        **dict.fromkeys(("Fleet", "FleetConfig"), "fleet"),
-        **dict.fromkeys(("HttpConfig", "HttpEngine", "RawChunk"), "http.base"),
-        **dict.fromkeys(("EngineGone", "HttpClient"), "http.client"),
-        **dict.fromkeys(("LlamaCppConfig", "LlamaCppEngine"), "http.llamacpp"),
-        **dict.fromkeys(("SglangConfig", "SglangEngine"), "http.sglang"),
-        **dict.fromkeys(("TransformersConfig", "TransformersEngine"), "inprocess.engine"),
-        **dict.fromkeys(("VllmConfig", "VllmEngine"), "http.vllm"),
-        **dict.fromkeys(("ScriptedConfig", "ScriptedEngine"), "scripted"),
-        "WeightUpdate": "weight_update",
-        "engine_of": "shortcuts",
-    },
-)
+__getattr__ = lazy_exports(__name__)

@@ -40,25 +40,4 @@ __all__ = [
     "serve",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "AddressError": "live.address",
-        "EnvServer": "live.serve",
-        "GymServer": "live.server",
-        "GymnasiumAdapter": "gym.adapter",
-        "LiveAdapter": "gym.adapter",
-        "LiveConfig": "live.config",
-        "LiveEnv": "live.env",
-        "ObsLeafDescriptor": "gym.observation",
-        "RegimeEncoder": "gym.observation",
-        "RemoteServer": "live.remote",
-        "ReplayEnv": "replay",
-        "SearchEnv": "search",
-        "ServerError": "live.server",
-        "ServerLost": "live.server",
-        "StructuredObservation": "gym.observation",
-        "VectorAdapter": "gym.vector",
-        "serve": "live.serve",
-    },
-)
+__getattr__ = lazy_exports(__name__)

@@ -36,25 +36,4 @@ __all__ = [
     "systems",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys(
-            (
-                "CallExecutor",
-                "CallResult",
-                "Command",
-                "Completion",
-                "Executor",
-                "FunctionCall",
-                "OnStart",
-                "Usage",
-            ),
-            "base",
-        ),
-        "LocalExecutor": "local.executor",
-        "LocalSystem": "local.system",
-        "WorkerPool": "local.worker_pool",
-        **dict.fromkeys(("SystemConfig", "systems"), "system"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

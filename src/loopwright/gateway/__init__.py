@@ -48,32 +48,4 @@ __all__ = [
     "snapshot_of",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "AdvertiseError": "gateway",
-        "BudgetSpent": "sessions.session",
-        "ChatTemplate": "sessions.template",
-        "CompletedSession": "client",
-        "Exactness": "sessions.exactness",
-        "Gateway": "gateway",
-        "GatewayClient": "client",
-        "GatewayConfig": "gateway",
-        "GatewayLost": "client",
-        "OpenSession": "gateway",
-        "Refusal": "refusal",
-        "Relay": "relay.relay",
-        "RelayConfig": "relay.relay",
-        "RelayWorker": "relay.worker",
-        "RemoteSession": "client",
-        "Session": "sessions.session",
-        "SessionConfig": "sessions.session_config",
-        "SessionLimits": "sessions.session",
-        "TemplateError": "sessions.template",
-        "Turn": "sessions.turn",
-        "TurnOptions": "sessions.turn_options",
-        "Verdict": "sessions.exactness",
-        "WorkerRefused": "relay.worker",
-        "snapshot_of": "sessions.description",
-    },
-)
+__getattr__ = lazy_exports(__name__)

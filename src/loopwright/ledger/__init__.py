@@ -26,15 +26,4 @@ __all__ = [
     "has_rollouts",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "Groups": "groups",
-        "Ledger": "ledger",
-        "Observer": "trial_book",
-        **dict.fromkeys(("Rejudgement", "Rollout", "groups_of", "has_rollouts"), "rollouts"),
-        "SharedCache": "shared_cache",
-        "Step": "steps",
-        **dict.fromkeys(("RunStopped", "TrialBook"), "trial_book"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

@@ -39,53 +39,6 @@ if TYPE_CHECKING:
     from loopwright.rollouts.tasks.mix import Prompt, TaskMix
     from loopwright.rollouts.tasks.sources import PythonTasks, TasksConfig, TasksError
 
-_MODULES = {
-    "AgentLoop": "loops.base",
-    "BatchJudger": "judgers.base",
-    "BatchJudgerConfig": "judgers.base",
-    "Buffer": "buffer",
-    "Collect": "collect",
-    "CollectConfig": "collect",
-    "DatasetsTasks": "tasks.files",
-    "DiscardedGroups": "group",
-    "EpisodeJudge": "group",
-    "EvalConfig": "evaluation",
-    "FunctionJudger": "judgers.python",
-    "Group": "group",
-    "GroupJudger": "judgers.base",
-    "JsonlTasks": "tasks.files",
-    "JudgeFailed": "judgers.base",
-    "JudgeWorker": "judgers.judger_client",
-    "Judger": "judgers.base",
-    "JudgerClient": "judgers.judger_client",
-    "JudgerConfig": "judgers.base",
-    "JudgerDown": "judgers.guard",
-    "LocalPool": "pools.local",
-    "LoopConfig": "loops.base",
-    "LoopWorker": "loops.worker",
-    "MemoryBuffer": "buffer",
-    "ParquetTasks": "tasks.files",
-    "Payload": "judgers.base",
-    "PolicySource": "env",
-    "ProduceConfig": "produce_config",
-    "GroupProducer": "producer",
-    "ProductionFailed": "producer",
-    "Prompt": "tasks.mix",
-    "PythonTasks": "tasks.sources",
-    "RolloutConfig": "config",
-    "RolloutEnv": "env",
-    "RolloutRequest": "loops.worker",
-    "SingleTurn": "loops.base",
-    "SingleTurnConfig": "loops.base",
-    "TaskMix": "tasks.mix",
-    "TasksConfig": "tasks.sources",
-    "TasksError": "tasks.sources",
-    "Verdict": "judgers.base",
-    "build_judger_client": "build",
-    "build_pool": "build",
-    "guard_judger": "judgers.guard",
-    "rollout_env": "build",
-}
 
 __all__ = [
     "AgentLoop",
@@ -137,4 +90,4 @@ __all__ = [
     "rollout_env",
 ]
 
-__getattr__ = lazy_exports(__name__, _MODULES)
+__getattr__ = lazy_exports(__name__)

@@ -14,10 +14,4 @@ __all__ = [
     "Scenario",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "LoadedScenario": "kinds.base",
-        **dict.fromkeys(("RunConfig", "Scenario"), "schema"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

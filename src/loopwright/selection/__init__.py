@@ -20,12 +20,4 @@ __all__ = [
     "stored_trials",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "Estimate": "estimate",
-        "ConfirmConfig": "plan",
-        **dict.fromkeys(("Candidate", "Recommendation", "recommend"), "recommendation"),
-        **dict.fromkeys(("StoredTrial", "stored_trials"), "trials"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

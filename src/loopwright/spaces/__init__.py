@@ -18,10 +18,4 @@ __all__ = [
     "Space",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys(("Choice", "ContinuousSpace", "Fixed", "Parameter", "Range"), "parameter"),
-        **dict.fromkeys(("EnvParamConfig", "Space"), "space"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

@@ -29,15 +29,4 @@ __all__ = [
     "TrainingFailed",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys(("Algorithm", "PolicyOutput", "TokenBatch"), "algorithm"),
-        **dict.fromkeys(("LoraConfig", "TrainConfig"), "config"),
-        "TrainingFailed": "failure",
-        **dict.fromkeys(("GrpoConfig", "GrpoTrainer"), "grpo"),
-        **dict.fromkeys(("PpoTrainConfig", "PpoTrainer"), "ppo"),
-        **dict.fromkeys(("RlooConfig", "RlooTrainer"), "rloo"),
-        "Trainer": "trainer",
-    },
-)
+__getattr__ = lazy_exports(__name__)

@@ -24,11 +24,4 @@ __all__ = [
     "workloads",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "CommandWorkload": "command",
-        **dict.fromkeys(("CommandConfig", "MetricConfig", "SuccessConfig"), "command_config"),
-        **dict.fromkeys(("PythonConfig", "PythonWorkload"), "python"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

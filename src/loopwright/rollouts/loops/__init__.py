@@ -22,11 +22,4 @@ __all__ = [
     "ToolLoopConfig",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        **dict.fromkeys(("AgentLoop", "Loop", "LoopConfig", "SingleTurn", "SingleTurnConfig"), "base"),
-        **dict.fromkeys(("FunctionTool", "ToolLoop", "ToolLoopConfig"), "tools"),
-        **dict.fromkeys(("LoopWorker", "RolloutRequest"), "worker"),
-    },
-)
+__getattr__ = lazy_exports(__name__)

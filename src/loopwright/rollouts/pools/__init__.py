@@ -22,4 +22,4 @@ __all__ = [
     "WorkerLost",
 ]
 
-__getattr__ = lazy_exports(__name__, {"RayPool": "ray.pool"})
+__getattr__ = lazy_exports(__name__)

@@ -16,14 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentSession", "EmbeddedGatewayHost", "ExternalGatewayHost", "GatewayAccess", "GatewayHost", "RemoteConfig"]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "AgentSession": "gateway_host",
-        "EmbeddedGatewayHost": "gateway_host",
-        "ExternalGatewayHost": "gateway_host",
-        "GatewayAccess": "gateway_host",
-        "GatewayHost": "gateway_host",
-        "RemoteConfig": "config",
-    },
-)
+__getattr__ = lazy_exports(__name__)

@@ -11,12 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Submission", "TrialServer", "TrialServerClient", "TrialServerConfig"]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "Submission": "submission",
-        "TrialServer": "server",
-        "TrialServerClient": "client",
-        "TrialServerConfig": "server",
-    },
-)
+__getattr__ = lazy_exports(__name__)
