@@ -51,7 +51,6 @@ def test_it_gives_the_same_answer_in_a_separate_process(act, policy, loopwright)
         ((), "this policy acts on the regime wind; give each parameter with --regime"),
         (("--regime", "wind=0", "--regime", "sea=1"), "acts on the regime wind"),
         (("--regime", "wind=7"), "--regime wind: 7 is not one of 0, 1"),
-        (("--regime", "wind"), "write NAME=VALUE"),
         (("--regime", "wind=0", "--regime", "wind=1"), "--regime wind is given twice"),
         (("--regime", "wind=0", "--observation", "[0]"), "--observation is for live policies"),
     ],
@@ -60,6 +59,11 @@ def test_an_unknown_regime_is_named(act, policy, words, message):
     code, _, err = act(policy, *words)
     assert code == 1
     assert message in err
+
+
+def test_a_regime_without_a_value_is_a_usage_error(loopwright, policy):
+    done = loopwright("act", policy, "--regime", "wind")
+    assert (done.returncode, "Write --regime NAME=VALUE" in done.stderr) == (2, True)
 
 
 def test_a_missing_policy_is_reported(act, tmp_path):

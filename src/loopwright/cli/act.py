@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from loopwright.agents.rl.policy import PolicyError, act
+from loopwright.cli.options import assignment, json_or_text
 
 
 def command(
@@ -22,18 +23,9 @@ def command(
 ) -> None:
     """Apply a trained policy. Prints the action as JSON."""
     values: dict[str, Any] = {}
-    for pair in regime:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise PolicyError(f"--regime {pair!r}: write NAME=VALUE")
+    for text in regime:
+        name, value = assignment(text, "--regime")
         if name in values:
             raise PolicyError(f"--regime {name} is given twice; a regime has one value for each parameter")
-        values[name] = _value(value)
-    typer.echo(json.dumps(act(policy, values, None if observation is None else _value(observation))))
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        values[name] = value
+    typer.echo(json.dumps(act(policy, values, None if observation is None else json_or_text(observation))))

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from loopwright.cli.options import RunOption, emit
+from loopwright.cli.options import RunOption, emit, progress_bar
 from loopwright.cli.rollout_run import rollout_ledger
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.shortcuts import engine_config
@@ -15,6 +18,7 @@ from loopwright.gateway.audit import (
     CHECKPOINTS,
     STORE,
     AuditSummary,
+    EpisodeSource,
     ExternalCheckpoints,
     audit,
     count_versions,
@@ -25,9 +29,6 @@ from loopwright.gateway.audit import (
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import steps
 from loopwright.reports.formatting import number
-
-if TYPE_CHECKING:
-    from loopwright.gateway.audit import EpisodeSource, TurnAudit
 
 
 def command(
@@ -75,11 +76,13 @@ def command(
             if not json:
                 typer.echo(f"auditing with {model.model!r} in {model.dtype}", err=True)
             total = sum(counts[version] for version in available)
-            for turns in _with_progress(audit(source, Forward(model, scenario_dir), available), total, hidden=json):
-                for turn in turns:
-                    summary.add(turn)
-                    if json:
-                        emit({"event": "turn", **turn.as_json()})
+            with progress_bar("turns", total, hidden=json) as advance:
+                for turns in audit(source, Forward(model, scenario_dir), available):
+                    for turn in turns:
+                        summary.add(turn)
+                        if json:
+                            emit({"event": "turn", **turn.as_json()})
+                    advance(len(turns))
     is_good = summary.within(tolerance)
     if json:
         emit({"event": "result", "good": is_good, "tolerance": tolerance, **summary.as_json()})
@@ -91,7 +94,7 @@ def command(
 @contextmanager
 def _open_episodes(
     output: Path, run: str | None
-) -> "Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], ExternalCheckpoints, Path]]":
+) -> Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], ExternalCheckpoints, Path]]:
     """The episodes, the run's engine configuration, its checkpoints by version, those of another trainer, and the
     directory of its scenario."""
     if (output / STORE).is_file():
@@ -111,7 +114,7 @@ def _open_episodes(
         yield source, engine_data, checkpoints, external, scenario_dir
 
 
-def _model(name: str | None, engine_data: "dict[str, Any] | None") -> "TransformersConfig":
+def _model(name: str | None, engine_data: dict[str, Any] | None) -> TransformersConfig:
     """The model for the forward pass: the one with this name, or the run's."""
     if name is None:
         if engine_data is not None and engine_data["type"] == "transformers":
@@ -154,26 +157,7 @@ def _weights(options: list[str], counts: dict[int, int], external: ExternalCheck
     return paths
 
 
-def _with_progress(audits: "Iterator[list[TurnAudit]]", total: int, *, hidden: bool) -> "Iterator[list[TurnAudit]]":
-    """The same audits, with a progress bar."""
-    import sys
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("turns"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=hidden or not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=total)
-        for turns in audits:
-            progress.advance(task, len(turns))
-            yield turns
-
-
-def _show(summary: "AuditSummary", tolerance: float) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+def _show(summary: AuditSummary, tolerance: float) -> None:
     console = Console(highlight=False, emoji=False)
     if skipped := summary.skipped:
         console.print(

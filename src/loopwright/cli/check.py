@@ -11,6 +11,7 @@ from loopwright.cli.options import OutputArgument, emit
 from loopwright.core.errors import LedgerError
 from loopwright.ledger.check import Check, accept_ledger, check_ledger
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.outputs import run_ledgers
 from loopwright.reports.formatting import counted
 from loopwright.scenario.dispatch import hold
 
@@ -29,14 +30,11 @@ def command(
 
     Exits with 1 if a ledger is damaged. Works while a run is in progress; --accept does not.
     """
-    paths = sorted(output.glob("*/ledger.db"))
-    if not paths:
-        raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
-    damaged = False
+    ledgers, damaged = run_ledgers(output), False
     with ExitStack() as stack:
         if accept:
             stack.enter_context(hold(output))
-        for path in paths:
+        for path in ledgers.values():
             try:
                 Ledger.read(path).close()  # a ledger at all, and of our version
                 check = check_ledger(path)

@@ -1,12 +1,13 @@
 """`--cloudai`: the verbs that load a scenario also take CloudAI's files."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from loopwright.cli.overrides import overrides_of
 from loopwright.cloudai import Conversion, convert
 from loopwright.core.errors import ScenarioError
 from loopwright.scenario.kinds.base import LoadedScenario
@@ -26,29 +27,20 @@ SingleSbatch = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class CloudAiOptions:
-    """The options of a verb."""
-
-    cloudai: bool
-    hook_dir: Path | None
-    single_sbatch: bool
-
-
 def load_files(
-    files: Sequence[Path], overrides: Mapping[str, Any], options: CloudAiOptions
+    files: Sequence[Path], overrides: list[str] | None, *, cloudai: bool, hook_dir: Path | None, single_sbatch: bool
 ) -> tuple[LoadedScenario, Path | None]:
     """The scenario that the arguments of a verb name, and where CloudAI would put its results."""
-    if not options.cloudai:
-        if options.hook_dir is not None or options.single_sbatch:
+    if not cloudai:
+        if hook_dir is not None or single_sbatch:
             raise typer.BadParameter("goes with --cloudai.", param_hint="--hook-dir, --single-sbatch")
         if len(files) != 1:
             text = f"one scenario, not {len(files)} files; CloudAI's files go with --cloudai."
             raise typer.BadParameter(text, param_hint="SCENARIO")
-        return load(files[0], set=overrides), None
-    conversion = convert_files(files, options.hook_dir, single_sbatch=options.single_sbatch)
+        return load(files[0], set=overrides_of(overrides)), None
+    conversion = convert_files(files, hook_dir, single_sbatch=single_sbatch)
     try:
-        loaded = load(conversion.scenario, set=overrides)
+        loaded = load(conversion.scenario, set=overrides_of(overrides))
     except ScenarioError as error:
         raise ScenarioError(files[-1], error.problems) from error
     return replace(loaded, label=str(files[-1].absolute())), conversion.output

@@ -13,11 +13,6 @@ from loopwright.scenario.load import load
 app = typer.Typer(help="Convert other programs' files into a scenario.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    """Convert other programs' files into a scenario."""
-
-
 @app.command("cloudai")
 def cloudai(
     files: Annotated[list[Path], typer.Argument(metavar="SYSTEM TESTS_DIR SCENARIO", help="CloudAI's files.")],

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, Files, HookDir, SingleSbatch, load_files
-from loopwright.cli.overrides import Overrides, overrides_of
-from loopwright.reports.formatting import short
+from loopwright.cli.cloudai_files import CloudAi, Files, HookDir, SingleSbatch, load_files
+from loopwright.cli.overrides import Overrides
+from loopwright.reports.formatting import counted, short
 from loopwright.reports.objective import Objective
 from loopwright.rollouts.source_settings import describe_own
 from loopwright.rollouts.tasks.mix import TaskMix
@@ -34,12 +34,11 @@ def command(
 ) -> None:
     """Show the space, the number of trials and the first commands of each run. Runs nothing."""
     console = Console(highlight=False)
-    options = CloudAiOptions(cloudai, hook_dir, single_sbatch)
-    loaded, _ = load_files(scenario, overrides_of(overrides), options)
+    loaded, _ = load_files(scenario, overrides, cloudai=cloudai, hook_dir=hook_dir, single_sbatch=single_sbatch)
     parallel = ""
     if any(run.kind in ("search", "live") for run in loaded.runs):
-        parallel = f", {_count(loaded.scenario.system.parallel, 'trial')} at a time"
-    console.print(f"[bold]{escape(loaded.scenario.name)}[/]: {_count(len(loaded.runs), 'run')}{parallel}")
+        parallel = f", {counted(loaded.scenario.system.parallel, 'trial')} at a time"
+    console.print(f"[bold]{escape(loaded.scenario.name)}[/]: {counted(len(loaded.runs), 'run')}{parallel}")
     shows = {"search": _show_search, "live": _show_live, "rollout": _show_rollouts, "training": _show_rollouts}
     for run in loaded.runs:
         shows[run.kind](console, run, loaded.directory)
@@ -51,17 +50,17 @@ def _agent(run: Any) -> str:
 
 def _show_live(console: Console, run: Any, _: Path) -> None:
     place = run.live.env_class or run.live.address
-    console.print(f"\n[bold]{run.name}[/]: {_agent(run)}; {_count(run.agent.trials or 0, 'step')} in the live {place}")
+    console.print(f"\n[bold]{run.name}[/]: {_agent(run)}; {counted(run.agent.trials or 0, 'step')} in the live {place}")
 
 
 def _show_search(console: Console, run: Any, _: Path) -> None:
     space = run.space
     if run.agent is None:
-        trials = _count(run.repeats, "trial")
+        trials = counted(run.repeats, "trial")
     else:
         size = "a continuum" if space.size is None else f"{space.size:,} points"
         repeats = f", {run.repeats} repeats of each" if run.repeats > 1 else ""
-        trials = f"{_count(run.agent.trials or space.grid_size * run.repeats, 'trial')} over {size}{repeats}"
+        trials = f"{counted(run.agent.trials or space.grid_size * run.repeats, 'trial')} over {size}{repeats}"
     console.print(f"\n[bold]{run.name}[/]: {_agent(run)}; {trials}")
     table = Table("parameter", "values", "chosen by", box=None, padding=(0, 2))
     for name, parameter in space.parameters.items():
@@ -80,32 +79,28 @@ def _show_search(console: Console, run: Any, _: Path) -> None:
 def _show_rollouts(console: Console, run: Any, directory: Path) -> None:
     """How many rollouts, what they consist of, and the first prompts as they would be drawn."""
     rollout, group_size = run.rollout, getattr(run.agent, "group_size", 1)
-    rollouts = _count(run.agent.trials or 0, "rollout")
+    rollouts = counted(run.agent.trials or 0, "rollout")
     console.print(f"\n[bold]{run.name}[/]: {_agent(run)}; {rollouts} in groups of {group_size}")
     types = {"loop": rollout.loop.type, "judger": rollout.judger.type, "engine": run.engine.type}
     lines = [f"{name:<8}  {type}" for name, type in types.items()]
-    lines[0] += f", {_count(rollout.loop.concurrency, 'rollout')} at a time"
+    lines[0] += f", {counted(rollout.loop.concurrency, 'rollout')} at a time"
     lines += [f"on Ray    {request}" for request in rollout.resource_requests(run.gateway, run.eval)]
     tasks = {source.label(): source.load(directory) for source in rollout.tasks}
     weights = {source.label(): source.weight for source in rollout.tasks}
     settings = rollout.settings(run.eval)
     for name in tasks:
         own = describe_own(settings.pop(name).as_json())
-        lines.append(f"tasks     {name}: {_count(len(tasks[name]), 'task')}, weight {weights[name]:g}{own}")
+        lines.append(f"tasks     {name}: {counted(len(tasks[name]), 'task')}, weight {weights[name]:g}{own}")
     for name, held_out in settings.items():
         judger = "" if held_out.judger is rollout.judger else f"; judger {held_out.judger.type}"
         own = describe_own({key: own for key, own in held_out.as_json().items() if key != "judger"})
-        lines.append(f"{name}: {_count(len(held_out.source.load(directory)), 'task')}{judger}{own}")
+        lines.append(f"{name}: {counted(len(held_out.source.load(directory)), 'task')}{judger}{own}")
     mix = TaskMix(tasks, weights, run.agent.seed)
     lines.append("the first prompts:")
     for prompt in (mix.draw() for _ in range(_EXAMPLES)):
         lines.append(f"  {prompt.task.id}: {short(prompt.task.messages[-1].get('content', ''), 90)}")
     for line in lines:
         console.print(f"  {line}", markup=False, soft_wrap=True)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _values(parameter: Any) -> str:

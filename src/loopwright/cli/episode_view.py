@@ -12,7 +12,7 @@ from loopwright.core.episode import Episode, Node
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, rejudgements, rollouts
-from loopwright.reports.formatting import duration, exact, number, short
+from loopwright.reports.formatting import counted, duration, exact, number, short
 from loopwright.reports.rollout.tokens import LEVELS, TokenText, token_texts, tokenizer_of
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -68,8 +68,7 @@ def _facts(ledger: Ledger, rollout: Rollout) -> Iterator[Text]:
     if episode.fault is not None:
         first.append(f", fault: {episode.fault}")
     first.append(f" · {_reward(episode.reward)}", "bold")
-    turns = "1 turn" if episode.turns == 1 else f"{episode.turns} turns"
-    first.append(f" · {number(episode.sampled)} tokens in {turns}")
+    first.append(f" · {counted(episode.sampled, 'token')} in {counted(episode.turns, 'turn')}")
     yield first
     if episode.reason:
         yield Text(f"reason: {_safe(episode.reason)}", "red")

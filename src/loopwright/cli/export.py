@@ -11,8 +11,9 @@ import typer
 
 from loopwright.cli.options import GroupOption, OutputArgument, TaskOption
 from loopwright.cli.rollout_run import check_selection
-from loopwright.core.errors import LedgerError, did_you_mean
+from loopwright.core.errors import LedgerError
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.outputs import run_ledgers
 from loopwright.ledger.rollouts import ALL, Selection
 from loopwright.reports.export import write_csv, write_parquet
 from loopwright.reports.kinds import kind_of
@@ -79,18 +80,11 @@ def command(
     which = Selection(group, task)
     if problem := _problem_of(format, which, rows=rows, steps=steps):
         raise typer.BadParameter(problem)
-    ledgers = sorted(output.glob("*/ledger.db"))
-    if not ledgers:
-        raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
-    if run is not None:
-        names = [path.parent.name for path in ledgers]
-        if run not in names:
-            raise LedgerError(f"{output} has no run {run!r}. {did_you_mean(run, names)}")
-        ledgers = [path for path in ledgers if path.parent.name == run]
+    ledgers = run_ledgers(output, run)
     # So that nothing half written stays behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     files: list[Path] = []
-    for path in ledgers:
+    for path in ledgers.values():
         with Ledger.read(path) as ledger:
             has_rollouts = kind_of(ledger.state("run", {})) in ("rollout", "training")
             if has_rollouts and len(ledgers) == 1:

@@ -1,18 +1,23 @@
 """`loopwright gateway`: serve engines to agents, and capture every turn."""
 
+import asyncio
+import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
+import orjson
 import typer
 
 from loopwright.cli.options import assignment
-from loopwright.cli.serving import exit_on_next_signal, next_signal, notice, parse_settings, token_from
+from loopwright.cli.serving import Tokenizer, exit_on_next_signal, next_signal, notice, parse_settings, token_from
 from loopwright.core.errors import MissingExtra
 from loopwright.core.runtime import run
-from loopwright.engines.base import engines
+from loopwright.engines.base import Engine, EngineConfig, engines
 from loopwright.engines.fleet import FleetConfig
 from loopwright.engines.named_tokenizer import tokenizer_of
 from loopwright.engines.shortcuts import engine_config
@@ -21,16 +26,23 @@ from loopwright.gateway.settings import GATEWAY, MIN_TOKEN_LENGTH, TOKEN, check_
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 
-if TYPE_CHECKING:
-    from loopwright.engines.base import Engine, EngineConfig
-
 app = typer.Typer(help="Serve an engine to any agent, and capture it token by token.", no_args_is_help=True)
 _ENGINE = "scripted, tiny, smollm2, or `kind:address`"
-
-
-@app.callback()
-def _gateway() -> None:
-    """Makes `serve` a subcommand, even if it were the only one."""
+_AccessLog = Annotated[
+    str | None,
+    typer.Option(
+        "--access-log", metavar="FILE", help="A file for one line of JSON per request; `-` for standard output."
+    ),
+]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="NAME=VALUE for the gateway, engine.NAME=VALUE for its engines, or fleet.NAME=VALUE for a fleet of "
+        "engines or workers; VALUE is JSON or text.",
+    ),
+]
 
 
 @app.command("serve")
@@ -43,9 +55,7 @@ def serve(
     relay: Annotated[
         bool, typer.Option("--relay", help="Use the engines that connect with `loopwright gateway worker`.")
     ] = False,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="NAME", help="A directory, a name on the hub, or `bytes`.")
-    ] = None,
+    tokenizer: Tokenizer = None,
     port: Annotated[
         int,
         typer.Option(
@@ -79,22 +89,9 @@ def serve(
         ),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let other machines open sessions without a token.")] = False,
-    access_log: Annotated[
-        str | None,
-        typer.Option(
-            "--access-log", metavar="FILE", help="A file for one line of JSON per request; `-` for standard output."
-        ),
-    ] = None,
+    access_log: _AccessLog = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include messages in the access log.")] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="NAME=VALUE for the gateway, engine.NAME=VALUE for its engines, or fleet.NAME=VALUE for a fleet of "
-            "engines or workers; VALUE is JSON or text.",
-        ),
-    ] = None,
+    settings: _Settings = None,
 ) -> None:
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
     values = _options(host=host, port=port, advertise=advertise, access_log=access_log, log_prompts=log_prompts or None)
@@ -110,9 +107,7 @@ def serve(
     raise typer.Exit(128 + run(_serve(served_engine, config, output, token)))
 
 
-async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None, token: str | None) -> int:
-    import gc
-
+async def _serve(engine: Engine, config: GatewayConfig, output: Path | None, token: str | None) -> int:
     stop_signal = next_signal()
     try:
         async with Gateway(engine, config, output=output, token=token) as gateway:
@@ -140,9 +135,7 @@ def worker(
     engine: Annotated[str, typer.Option("--engine", "-e", metavar="ENGINE", help=f"{_ENGINE}.")],
     token_file: Annotated[Path, typer.Option("--token-file", metavar="FILE", help="The gateway's token.")],
     *,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="NAME", help="A directory, a name on the hub, or `bytes`.")
-    ] = None,
+    tokenizer: Tokenizer = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Its name at the gateway; keep it across restarts.")
     ] = None,
@@ -155,8 +148,6 @@ def worker(
     ] = None,
 ) -> None:
     """Serve an engine at a gateway that runs with --relay, until Ctrl-C; twice stops it at once."""
-    from urllib.parse import urlsplit
-
     if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
         raise typer.BadParameter(f"{connect!r} is not a URL like ws://gateway:8400/ws/worker.", param_hint="--connect")
     token = token_from(token_file)
@@ -167,9 +158,7 @@ def worker(
     raise typer.Exit(128 + run(_work(served_engine, connect, token, name, drain_s)))
 
 
-async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_s: float) -> int:
-    import asyncio
-
+async def _work(engine: Engine, url: str, token: str, name: str | None, drain_s: float) -> int:
     with _gateway_extra():
         from loopwright.gateway.relay.worker import RelayWorker
     stop_signal = next_signal()
@@ -204,7 +193,7 @@ def _settings_tables(settings: list[str], gateway: dict[str, Any]) -> dict[str, 
     return tables
 
 
-def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: bool) -> str | None:
+def _token(file: Path | None, config: GatewayConfig, *, relay: bool, public: bool) -> str | None:
     """The gateway's token, from its file or the environment; without one only this machine may connect."""
     token = os.environ.get(TOKEN) or None if file is None else token_from(file)
     if token is not None and len(token) < MIN_TOKEN_LENGTH:
@@ -229,7 +218,7 @@ def _options(**options: Any) -> dict[str, Any]:
     return values | {name: value for name, value in options.items() if value is not None}
 
 
-def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine":
+def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> Engine:
     """Load the engine of this name; a fleet for several names."""
     configs = [_engine_config(name, tokenizer, tables["engine"]) for name in names]
     config = configs[0]
@@ -243,7 +232,7 @@ def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[
     return engines.get(config.type)(config, Path.cwd())
 
 
-def _engine_config(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineConfig":
+def _engine_config(name: str, tokenizer: str | None, more: dict[str, Any]) -> EngineConfig:
     try:
         config = engine_config(name)
     except ValueError as error:
@@ -262,11 +251,6 @@ def _engine_config(name: str, tokenizer: str | None, more: dict[str, Any]) -> "E
 
 def _served_model(url: str) -> str | None:
     """The model that an OpenAI-compatible server serves, if it responds: its tokenizer has the same name."""
-    from contextlib import suppress
-    from urllib.request import urlopen
-
-    import orjson
-
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         with urlopen(f"{url.rstrip('/')}/v1/models", timeout=10.0) as response:  # noqa: S310  the config checks the URL
             model = orjson.loads(response.read(2**20))["data"][0]
@@ -274,7 +258,7 @@ def _served_model(url: str) -> str | None:
     return None
 
 
-def _relay(tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine":
+def _relay(tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> Engine:
     with _gateway_extra():
         from loopwright.gateway.relay.relay import Relay, RelayConfig
     if tables["engine"]:

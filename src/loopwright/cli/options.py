@@ -1,6 +1,8 @@
-"""Options that several verbs share."""
+"""What several verbs share: options, values, JSON lines and a progress bar."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +25,30 @@ def assignment(text: str, option: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise typer.BadParameter(f"{text!r} has no value. Write {option} NAME=VALUE.", param_hint=option)
+    return name, json_or_text(value)
+
+
+def json_or_text(text: str) -> Any:
+    """A value of the command line: JSON, or else text."""
     try:
-        return name, orjson.loads(value)
+        return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return name, value
+        return text
 
 
 def emit(event: dict[str, Any]) -> None:
     """Write an event as a line of JSON, at once."""
     sys.stdout.buffer.write(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
     sys.stdout.buffer.flush()
+
+
+@contextmanager
+def progress_bar(label: str, total: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr if that is a terminal; call what it yields with how much is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(label), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=hidden or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)

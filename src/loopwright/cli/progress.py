@@ -10,7 +10,7 @@ from loopwright.cli.options import emit
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Kind, Step
-from loopwright.reports.formatting import number
+from loopwright.reports.formatting import counted, number
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.live.digest import read_live
 from loopwright.reports.live.policy import comparison
@@ -34,16 +34,8 @@ class JsonEvents(RunProgress):
     def show_step(self, kind: Kind, step: Step) -> None:
         training = self.training
         totals = {} if training is None else {"done": training.done, "total": training.total}
-        emit(
-            {
-                "event": "step",
-                "run": self.name,
-                "kind": kind,
-                "step": step.step,
-                "numbers": dict(step.numbers),
-                **totals,
-            }
-        )
+        facts = {"run": self.name, "kind": kind, "step": step.step, "numbers": dict(step.numbers)}
+        emit({"event": "step", **facts, **totals})
 
     def show(self, trial: Trial) -> None:
         event = {
@@ -105,7 +97,7 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     first = (*objectives, Objective("reward"))[0]
     candidates = best.by_regime if by_regime else best.front
     total = sum(counts.values()) - counts["cached"]
-    lines = [f"{counts.get('ok', 0)} ok of {total} {'trial' if total == 1 else 'trials'}"]
+    lines = [f"{counts.get('ok', 0)} ok of {counted(total, 'trial')}"]
     shown = [(title(candidate), candidate) for candidate in candidates[:_MAX_CANDIDATES]]
     if len(objectives) > 1 and not by_regime and best.baseline is not None and best.baseline not in best.front:
         shown.append(("the baseline", best.baseline))
@@ -157,8 +149,8 @@ def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     digest = read_live(ledger)
     episodes = digest.episodes
     count, mean = episodes.total.count + episodes.failed, episodes.after if episodes.total.count else None
-    noun = "episode" if count == 1 else "episodes"
-    lines = [f"{digest.steps:,} steps in {count:,} {noun}" + (f", {digest.failed:,} failed" if digest.failed else "")]
+    failed = f", {number(digest.failed)} failed" if digest.failed else ""
+    lines = [f"{counted(digest.steps, 'step')} in {counted(count, 'episode')}{failed}"]
     if mean is not None and episodes.total.count == 1:
         lines.append(f"return of the only complete episode: {mean:.6g}")
     elif mean is not None:

@@ -1,7 +1,6 @@
 """`loopwright rejudge`: score stored rollouts again with another judger, and show what changes."""
 
 import asyncio
-import sys
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from loopwright.cli.options import OutputArgument, RunOption, emit
+from loopwright.cli.options import OutputArgument, RunOption, emit, progress_bar
 from loopwright.cli.rollout_run import rollout_ledger
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rejudgement, add_rejudgements
@@ -62,9 +60,7 @@ async def _judge(ledger: Ledger, config: JudgerConfig, file: Path, *, write: boo
     # Recorded before the first verdict: the id tells what a killed process left behind from the next one's verdicts.
     record(None)
     ((total,),) = ledger.transaction.rows("SELECT count(*) FROM payloads WHERE kind = 'rollout'")
-    columns = TextColumn("judging"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=json or not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=total)
+    with progress_bar("judging", total, hidden=json) as advance:
         async with aclosing(rejudge(ledger, config, file.parent)) as results:
             async for group, skipped in results:
                 changes.skipped += skipped
@@ -75,7 +71,7 @@ async def _judge(ledger: Ledger, config: JudgerConfig, file: Path, *, write: boo
                     add_rejudgements(ledger, new)
                 for change in group if json else ():
                     emit({"event": "verdict", **change.as_json()})
-                progress.advance(task, len(group) + skipped)
+                advance(len(group) + skipped)
     record(changes)
     return changes
 

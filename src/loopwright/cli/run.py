@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, Files, HookDir, SingleSbatch, load_files
+from loopwright.cli.cloudai_files import CloudAi, Files, HookDir, SingleSbatch, load_files
 from loopwright.cli.options import JsonLines, Quiet
-from loopwright.cli.overrides import Overrides, overrides_of
+from loopwright.cli.overrides import Overrides
 from loopwright.cli.progress import run_with_progress
 
 
@@ -32,8 +32,7 @@ def command(
     """Run a scenario and print the result. With --cloudai, --output is by default in the system's output_path."""
     if output is None and not cloudai:
         raise typer.BadParameter("is missing; give a directory for the results.", param_hint="--output")
-    options = CloudAiOptions(cloudai, hook_dir, single_sbatch)
-    loaded, results = load_files(scenario, overrides_of(overrides), options)
+    loaded, results = load_files(scenario, overrides, cloudai=cloudai, hook_dir=hook_dir, single_sbatch=single_sbatch)
     if output is None:
         output = (results or Path()) / f"{loaded.scenario.name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     raise typer.Exit(run_with_progress(loaded, output, quiet=quiet, json=json, overwrite=overwrite))

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -13,6 +13,9 @@ from loopwright.execution.local.processes import is_ignored
 from loopwright.gateway.settings import read_token
 
 M = TypeVar("M", bound=BaseModel)
+Tokenizer = Annotated[
+    str | None, typer.Option("--tokenizer", metavar="NAME", help="A directory, a name on the hub, or `bytes`.")
+]
 
 
 def parse_settings(model: type[M], settings: dict[str, Any]) -> M:

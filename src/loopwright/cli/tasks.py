@@ -1,28 +1,26 @@
 """`loopwright tasks`: what is in directories of Harbor tasks, and whether it can be used."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import orjson
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from loopwright.cli.options import progress_bar
 from loopwright.core.errors import MissingExtra, storage
 from loopwright.execution.sandbox import sandbox_of
-from loopwright.rollouts.tasks.harbor.check import check_tasks
-from loopwright.rollouts.tasks.harbor.source import dataset_row, default_split
+from loopwright.rollouts.tasks.harbor.cache import write_parquet
+from loopwright.rollouts.tasks.harbor.check import TaskCheck, check_tasks
+from loopwright.rollouts.tasks.harbor.source import TaskDirectory, dataset_row, default_split
 from loopwright.rollouts.tasks.harbor.source import scan as scan_directory
-
-if TYPE_CHECKING:
-    from loopwright.rollouts.tasks.harbor.check import TaskCheck
-    from loopwright.rollouts.tasks.harbor.source import TaskDirectory
 
 app = typer.Typer(help="List and check directories of tasks.", no_args_is_help=True)
 _SUFFIXES = (".parquet", ".jsonl")
-
-
-@app.callback()
-def _tasks() -> None:
-    """Makes `scan` a subcommand, although it is the only one."""
 
 
 @app.command("scan")
@@ -77,31 +75,21 @@ def scan(
     raise typer.Exit(2 if problems or not entries else 0)
 
 
-def _run_checks(entries: Sequence["TaskDirectory"], sandbox: str, jobs: int) -> "Mapping[str, TaskCheck]":
-    import asyncio
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    async def main() -> "dict[str, TaskCheck]":
-        done = {}
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("running tests", total=len(entries))
+def _run_checks(entries: Sequence[TaskDirectory], sandbox: str, jobs: int) -> Mapping[str, TaskCheck]:
+    async def main() -> dict[str, TaskCheck]:
+        checks = {}
+        with progress_bar("running tests", len(entries), hidden=False) as advance:
             async for each in check_tasks(entries, place, jobs=jobs):
-                done[each.directory.id] = each
-                progress.advance(bar)
-        return {each.id: done[each.id] for each in entries}
+                checks[each.directory.id] = each
+                advance(1)
+        return {each.id: checks[each.id] for each in entries}
 
-    console, place = Console(stderr=True), sandbox_of(sandbox)
+    place = sandbox_of(sandbox)
     place.check()
     return asyncio.run(main())
 
 
-def _show(entries: Sequence["TaskDirectory"], checks: "Mapping[str, TaskCheck]") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+def _show(entries: Sequence[TaskDirectory], checks: Mapping[str, TaskCheck]) -> None:
     results = ("initial", "solved", "tricks") if checks else ()
     columns = ("task", "difficulty", "steps", "tests", "solution", *results)
     table = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
@@ -139,11 +127,7 @@ def _reward(verdict: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{value:g}" if list(rewards) == ["reward"] else f"{n} {value:g}" for n, value in rewards.items())
 
 
-def _write(entries: Sequence["TaskDirectory"], root: Path, name: str | None, split: str | None, output: Path) -> None:
-    import orjson
-
-    from loopwright.rollouts.tasks.harbor.cache import write_parquet
-
+def _write(entries: Sequence[TaskDirectory], root: Path, name: str | None, split: str | None, output: Path) -> None:
     label, part = name or root.resolve().name, split or default_split(root)
     tasks = [(each, each.task) for each in entries if each.task is not None]
     rows = [dataset_row(each, task, index, label, part) for index, (each, task) in enumerate(tasks)]

@@ -9,7 +9,7 @@ import typer
 
 from loopwright.cli.gateway import load_engine
 from loopwright.cli.options import assignment
-from loopwright.cli.serving import exit_on_next_signal, next_signal, notice, parse_settings, token_from
+from loopwright.cli.serving import Tokenizer, exit_on_next_signal, next_signal, notice, parse_settings, token_from
 from loopwright.core.errors import MissingExtra, storage
 from loopwright.core.runtime import run
 from loopwright.gateway.gateway import GatewayConfig
@@ -20,12 +20,15 @@ try:
 except ImportError as error:
     raise MissingExtra("the trial server", "gateway") from error
 
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="NAME=VALUE: queue, body, artifacts, keep_s, or engine.NAME; JSON or text.",
+    ),
+]
 app = typer.Typer(help="Run trials for trainers on other machines.", no_args_is_help=True)
-
-
-@app.callback()
-def _trials() -> None:
-    """Makes `serve` a subcommand, although it is the only one."""
 
 
 @app.command("serve")
@@ -67,17 +70,8 @@ def serve(
             "--engine", "-e", metavar="ENGINE", help="An engine for trials without a gateway, as for `gateway serve`."
         ),
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="NAME", help="A directory, a name on the hub, or `bytes`.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="NAME=VALUE: queue, body, artifacts, keep_s, or engine.NAME; JSON or text.",
-        ),
-    ] = None,
+    tokenizer: Tokenizer = None,
+    settings: _Settings = None,
 ) -> None:
     """Run trials until Ctrl-C, for runs with `loop = { type = "remote", server = "http://…" }`."""
     options = dict(assignment(text, "--set") for text in settings or ())
@@ -100,13 +94,13 @@ def serve(
 
 
 async def _serve(config: TrialServerConfig, token: str, output: Path, home: Path, own: GatewayHost | None) -> int:
-    received = next_signal()
+    stop_signal = next_signal()
     async with TrialServer(config, token, output=output, scenario_dir=home, host=own, say=notice) as server:
         typer.echo(f"serving trials at {server.address}, {config.concurrency} at a time")
         counts = server.queue.counts()
         if waiting := counts.get("queued", 0) + counts.get("running", 0):
             notice(f"continuing with {waiting} earlier trials; {server.recovered} of them start again")
-        number = await received
+        number = await stop_signal
         if running := server.queue.counts().get("running", 0):
             notice(f"stopping: {running} trials return to the queue; press Ctrl-C again to stop at once")
         exit_on_next_signal()

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, HookDir, SingleSbatch, load_files
-from loopwright.cli.overrides import Overrides, overrides_of
+from loopwright.cli.cloudai_files import CloudAi, HookDir, SingleSbatch, load_files
+from loopwright.cli.overrides import Overrides
 from loopwright.core.errors import ScenarioError
 
 
@@ -24,7 +24,6 @@ def command(
     SYSTEM TESTS_DIR SCENARIO...
     """
     shared, failed = paths[: min(2, len(paths) - 1)] if cloudai else [], False
-    options = CloudAiOptions(cloudai, hook_dir, single_sbatch)
     files: list[Path] = []
     for path in paths[len(shared) :]:
         # A task.toml beside an instruction.md is a task; `loopwright tasks scan` checks it.
@@ -35,7 +34,9 @@ def command(
         ]
     for file in files:
         try:
-            loaded, _ = load_files([*shared, file], overrides_of(overrides), options)
+            loaded, _ = load_files(
+                [*shared, file], overrides, cloudai=cloudai, hook_dir=hook_dir, single_sbatch=single_sbatch
+            )
             if problems := [problem for run in loaded.runs for problem in run.unreachable(loaded.scenario.system)]:
                 raise ScenarioError(file, problems)
         except ScenarioError as error:

@@ -1,9 +1,21 @@
-"""Output directories: which ledgers of a campaign hold searches."""
+"""Output directories: the ledgers of a campaign, and which of them hold searches."""
 
 from pathlib import Path
 
-from loopwright.core.errors import LedgerError
+from loopwright.core.errors import LedgerError, did_you_mean
 from loopwright.ledger.ledger import Ledger
+
+
+def run_ledgers(output: Path, run: str | None = None) -> dict[str, Path]:
+    """The ledgers below a directory, by the name of the run; only one if `run` names it."""
+    ledgers = {path.parent.name: path for path in sorted(output.glob("*/ledger.db"))}
+    if not ledgers:
+        raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
+    if run is None:
+        return ledgers
+    if run not in ledgers:
+        raise LedgerError(f"{output} has no run {run!r}. {did_you_mean(run, list(ledgers))}")
+    return {run: ledgers[run]}
 
 
 def search_ledgers(output: Path) -> dict[str, Path]:
@@ -11,11 +23,9 @@ def search_ledgers(output: Path) -> dict[str, Path]:
 
     Reads only, so that a run in progress is not disturbed.
     """
-    paths = [output / "ledger.db"] if (output / "ledger.db").is_file() else sorted(output.glob("*/ledger.db"))
-    if not paths:
-        raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
+    own = output / "ledger.db"
     searches = {}
-    for path in paths:
+    for path in [own] if own.is_file() else run_ledgers(output).values():
         with Ledger.read(path) as ledger:
             about = ledger.state("run", {})
         if about.get("kind") == "search":
