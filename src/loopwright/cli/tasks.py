@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from loopwright.cli.options import progress_bar
-from loopwright.core.errors import MissingExtra, storage
+from loopwright.core.errors import storage
 from loopwright.execution.sandbox import sandbox_of
+from loopwright.reports.export import parquet_modules
 from loopwright.rollouts.tasks.harbor.cache import write_parquet
 from loopwright.rollouts.tasks.harbor.check import TaskCheck, check_tasks
 from loopwright.rollouts.tasks.harbor.source import TaskDirectory, dataset_row, default_split
@@ -135,8 +136,5 @@ def _write(entries: Sequence[TaskDirectory], root: Path, name: str | None, split
         if output.suffix == ".jsonl":
             output.write_bytes(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
             return
-        try:
-            import pyarrow
-        except ModuleNotFoundError as error:
-            raise MissingExtra("writing Parquet", "parquet") from error
-        write_parquet(pyarrow.Table.from_pylist(rows), output)
+        pa, _ = parquet_modules()
+        write_parquet(pa.Table.from_pylist(rows), output)

@@ -3,8 +3,9 @@
 import csv
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,6 +14,7 @@ import orjson
 from loopwright.core.errors import MissingExtra, storage
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
+from loopwright.reports.formatting import exact
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.headline import title
 from loopwright.reports.search.trajectory import write_trajectory
@@ -38,17 +40,21 @@ def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
 
 def write_parquet(ledger: Ledger, path: Path) -> Path:
     """All trials as one table: a column per parameter, drawn value, metric and objective."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtra("Parquet export", "parquet") from error
+    pa, pq = parquet_modules()
     rows = [flat_row(trial) for trial in ledger.trials()]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: _uniform([row.get(name) for row in rows]) for name in names}
     with replacement(path) as temporary:
         pq.write_table(pa.table(columns), temporary)
     return path
+
+
+def parquet_modules() -> tuple[Any, Any]:
+    """`pyarrow` and `pyarrow.parquet`; MissingExtra if they are not installed."""
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingExtra("Parquet export", "parquet") from error
 
 
 def flat_row(trial: Trial) -> dict[str, Any]:
@@ -87,10 +93,7 @@ def _uniform(column: list[Any]) -> list[Any]:
     if kinds <= {int, float} and len(kinds) == 2:
         return [None if value is None else float(value) for value in column]
     if len(kinds) > 1 or kinds & {dict, list}:
-        return [
-            None if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
-            for value in column
-        ]
+        return [None if value is None else exact(value) for value in column]
     return column
 
 
@@ -160,6 +163,14 @@ def _fixed_value(name: str, spec: Any, assigned: Mapping[str, Any]) -> Any:
     else:
         value = spec
     return {"value": value} if isinstance(value, (list, dict)) else value
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """One JSON object per line."""
+    with replacement(path) as part, part.open("wb") as file:
+        for row in rows:
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+    return path
 
 
 @contextmanager

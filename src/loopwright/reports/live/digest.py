@@ -1,7 +1,7 @@
 """The digest of a live run: its episodes, read once, in memory that does not grow with their number."""
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -12,15 +12,14 @@ from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime
 from loopwright.ledger.ledger import Ledger
+from loopwright.reports.counted_digest import CountedDigest, counted_basics, first_failures, rows_in_pages
 from loopwright.reports.live.evaluations import Evaluations
 from loopwright.reports.live.statistics import Difference, stratified_difference
-from loopwright.reports.search.digest import Digest, FailureGroup, basics, grouped_failures
 
 WINDOW = 100
 """How many episodes a mean is taken over."""
 _DRAWN = 2000
 _REGIMES = 1000
-_FAILURES = 10_000
 
 
 @dataclass(frozen=True)
@@ -182,17 +181,13 @@ def _mean_of_last(values: deque[Any], count: int) -> float:
 
 
 @dataclass(frozen=True)
-class LiveDigest(Digest):
+class LiveDigest(CountedDigest):
     """A live run. Its trials are steps, too many to hold in memory, so the digest is made of episodes."""
 
     kind: ClassVar[str] = "live"
 
     steps: int = 0
-    counts: Mapping[str, int] = field(default_factory=dict)
-    failed_steps: Sequence[tuple[int, str, str, str]] = ()
-    """The first failed steps: number, outcome, fault, reason."""
     episodes: Episodes = field(default_factory=Episodes)
-    span_s: float | None = None
 
     @property
     def count(self) -> int:
@@ -207,17 +202,9 @@ class LiveDigest(Digest):
         """How many steps failed."""
         return sum(count for name, count in self.counts.items() if name not in (Outcome.OK, "cached", "running"))
 
-    @cached_property
-    def outcomes(self) -> Counter[str]:
-        return Counter({name: count for name, count in self.counts.items() if name != "cached"})
-
     @property
     def labels(self) -> tuple[str, ...]:
         return ("return", "length")
-
-    @property
-    def wall_s(self) -> float | None:
-        return self.span_s
 
     @cached_property
     def regimes(self) -> list[Regime]:
@@ -228,46 +215,22 @@ class LiveDigest(Digest):
         """The statistics of the episodes under a regime."""
         return self.episodes.regimes[key_of(regime)][1]
 
-    def failures(self) -> list[FailureGroup]:
-        return grouped_failures(self.failed_steps)
-
 
 def read_live(ledger: Ledger) -> LiveDigest:
     """The digest of a live run; its steps are never made into Trial objects."""
     rows = ledger.transaction.rows
-    failed_steps = rows(
-        "SELECT number, outcome, ifnull(fault, 'unknown'), reason FROM trials "
-        f"WHERE outcome IS NOT NULL AND outcome <> 'ok' ORDER BY number LIMIT {_FAILURES}"
-    )
-    ends = rows(
-        "SELECT (SELECT reserved_at FROM trials ORDER BY number LIMIT 1), "
-        "(SELECT finished_at FROM trials ORDER BY number DESC LIMIT 1)"
-    )[0]
     ((count,),) = rows("SELECT count(*) FROM payloads WHERE kind = 'episode'")
     agent = ledger.state("run", {}).get("agent") or {}
     seeds = agent.get("seeds") or ()
     return LiveDigest(
-        **basics(ledger),
-        trials=(),
-        trouble="",
+        **counted_basics(ledger),
         steps=rows("SELECT ifnull(max(number), 0) FROM trials")[0][0],
-        counts=ledger.counts(),
-        failed_steps=failed_steps,
+        failed_trials=first_failures(ledger, "outcome IS NOT NULL"),
         evaluations=Evaluations.read(ledger),
         episodes=Episodes.of(
             ledger.episodes(),
-            _failed_numbers(ledger),
+            (number for (number,) in rows_in_pages(ledger, "number", "outcome <> 'ok'")),
             count // max(1, len(seeds)),
             agent["trials"] if len(seeds) > 1 else 0,
         ),
-        span_s=None if None in ends else max(0.0, ends[1] - ends[0]),
     )
-
-
-def _failed_numbers(ledger: Ledger) -> Iterator[int]:
-    """The numbers of the failed steps, in order, in pages: it may be all of them."""
-    after = 0
-    query = "SELECT number FROM trials WHERE number > ? AND outcome <> 'ok' ORDER BY number LIMIT 5000"
-    while rows := ledger.transaction.rows(query, (after,)):
-        yield from (number for (number,) in rows)
-        after = rows[-1][0]

@@ -108,7 +108,7 @@ def chart_data(digest: LiveDigest) -> dict[str, Any]:
         "curves": digest.evaluations.curves(),
         "steps": digest.evaluations.trials or digest.steps,
         "skipped": [],
-        "failed": ticks((n, outcome, reason) for n, outcome, _, reason in digest.failed_steps),
+        "failed": ticks((n, outcome, reason) for n, outcome, _, reason in digest.failed_trials),
     }
 
 

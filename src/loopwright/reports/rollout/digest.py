@@ -2,9 +2,8 @@
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import fsum, sqrt
 from typing import Any, ClassVar
 
@@ -13,17 +12,21 @@ import orjson
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import EVALUATED, KIND
+from loopwright.reports.counted_digest import (
+    CountedDigest,
+    Failure,
+    counted_basics,
+    first_failures,
+    rows_in_pages,
+)
 from loopwright.reports.formatting import counted, number
-from loopwright.reports.search.digest import Digest, FailureGroup, basics, grouped_failures
 
 WINDOW = 100
 """How many rollouts a mean is taken over."""
 _DRAWN = 2000
-_FAILURES = 10_000
 _EXAMINED = 20_000
 _UNUSED = ("expired", "filtered", "short", "failed")
 """The statuses of groups that no step was trained on."""
-_LEFT_OUT = (Outcome.FILTERED, Outcome.EXPIRED)
 PHASES = ("queue", "generate", "tools", "other", "judge")
 """Where the time of a rollout goes; `other` is the time of its loop outside engine and tools."""
 
@@ -232,18 +235,14 @@ class Retried:
 
 
 @dataclass(frozen=True)
-class RolloutDigest(Digest):
+class RolloutDigest(CountedDigest):
     """A rollout run. Its episodes are too many to hold in memory, so the digest is made of statistics."""
 
     kind: ClassVar[str] = "rollout"
 
-    counts: Mapping[str, int] = field(default_factory=dict)
-    failed_rollouts: Sequence[tuple[int, str, str, str]] = ()
-    """The first that failed: number, outcome, fault, reason."""
     rollouts: RolloutStatistics = field(default_factory=RolloutStatistics)
     groups: GroupRewards = field(default_factory=GroupRewards)
     retried: Retried = field(default_factory=Retried)
-    span_s: float | None = None
 
     @property
     def count(self) -> int:
@@ -258,17 +257,9 @@ class RolloutDigest(Digest):
         """How many ended without a reward."""
         return self.rollouts.total.ended - self.rollouts.total.count
 
-    @cached_property
-    def outcomes(self) -> Counter[str]:
-        return Counter({name: count for name, count in self.counts.items() if name != "cached"})
-
     @property
     def labels(self) -> tuple[str, ...]:
         return ("reward",)
-
-    @property
-    def wall_s(self) -> float | None:
-        return self.span_s
 
     @property
     def rollout(self) -> Mapping[str, Any]:
@@ -302,9 +293,6 @@ class RolloutDigest(Digest):
         """How many rollouts ended in each way, the most common first."""
         return [(name, count) for name, count in self.outcomes.most_common() if name not in ("running", "aborted")]
 
-    def failures(self) -> list[FailureGroup]:
-        return grouped_failures(self.failed_rollouts)
-
 
 def read_rollouts(ledger: Ledger) -> RolloutDigest:
     """The digest of a rollout run."""
@@ -314,41 +302,23 @@ def read_rollouts(ledger: Ledger) -> RolloutDigest:
 def rollout_basics(ledger: Ledger) -> dict[str, Any]:
     """The fields that the digest of every rollout run has; reads the table of trials once, in pages."""
     statistics = RolloutStatistics()
-    for row in _ended_rows(ledger):
+    columns = "number, grp, action, fault, reward, reward_detail, metrics, usage"
+    ended = f"outcome IS NOT NULL AND outcome <> 'aborted' AND {EVALUATED} IS NULL"
+    for row in rows_in_pages(ledger, columns, ended):
         statistics.add(row)
-    ends = ledger.transaction.rows("SELECT min(reserved_at), max(finished_at) FROM trials")[0]
     return {
-        **basics(ledger),
-        "trials": (),
-        "trouble": "",
-        "counts": ledger.counts(),
-        "failed_rollouts": failed_rollouts(ledger, f"{EVALUATED} IS NULL"),
+        **counted_basics(ledger),
+        "failed_trials": failed_rollouts(ledger, f"{EVALUATED} IS NULL"),
         "rollouts": statistics,
         "groups": _groups(ledger),
         "retried": _retried(ledger),
-        "span_s": None if None in ends else max(0.0, ends[1] - ends[0]),
     }
 
 
-def failed_rollouts(ledger: Ledger, condition: str) -> list[tuple[int, str, str, str]]:
-    """The first rollouts that failed, among those that meet an SQL condition: number, outcome, fault, reason."""
-    left_out = ", ".join(f"'{outcome}'" for outcome in (Outcome.OK, Outcome.ABORTED, *_LEFT_OUT))
-    return ledger.transaction.rows(
-        "SELECT number, outcome, ifnull(fault, 'unknown'), reason FROM trials "
-        f"WHERE outcome NOT IN ({left_out}) AND {condition} ORDER BY number LIMIT {_FAILURES}"
-    )
-
-
-def _ended_rows(ledger: Ledger) -> Iterator[Sequence[Any]]:
-    after = 0
-    query = (
-        "SELECT number, grp, action, fault, reward, reward_detail, metrics, usage FROM trials "
-        f"WHERE number > ? AND outcome IS NOT NULL AND outcome <> 'aborted' AND {EVALUATED} IS NULL "
-        "ORDER BY number LIMIT 5000"
-    )
-    while rows := ledger.transaction.rows(query, (after,)):
-        yield from rows
-        after = rows[-1][0]
+def failed_rollouts(ledger: Ledger, condition: str) -> list[Failure]:
+    """The first rollouts that failed, among those that meet an SQL condition."""
+    left_out = ", ".join(f"'{outcome}'" for outcome in (Outcome.ABORTED, Outcome.FILTERED, Outcome.EXPIRED))
+    return first_failures(ledger, f"outcome NOT IN ({left_out}) AND {condition}")
 
 
 def _groups(ledger: Ledger) -> GroupRewards:

@@ -5,40 +5,33 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from loopwright.core.errors import MissingExtra
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import ALL, Rollout, Selection, rollouts
-from loopwright.reports.export import replacement
+from loopwright.reports.export import parquet_modules, replacement, write_lines
 
 _BATCH = 256
 
 
 def write_episodes(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`episodes.jsonl`: a whole episode per line, with the number of its trial."""
-    return _write_lines(directory / "episodes.jsonl", (rollout.as_json() for rollout in rollouts(ledger, which=which)))
+    return write_lines(directory / "episodes.jsonl", (rollout.as_json() for rollout in rollouts(ledger, which=which)))
 
 
 def write_rows(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`rows.jsonl`: a row per branch, to train on."""
     every = (row for rollout in _training_rollouts(ledger, which) for row in rows_of(rollout))
-    return _write_lines(directory / "rows.jsonl", every)
+    return write_lines(directory / "rows.jsonl", every)
 
 
 def write_verl(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`verl.jsonl`: the same rows under the names of verl's AgentLoopOutput."""
     every = (row for rollout in _training_rollouts(ledger, which) for row in verl_of(rollout))
-    return _write_lines(directory / "verl.jsonl", every)
+    return write_lines(directory / "verl.jsonl", every)
 
 
 def write_parquet_rows(ledger: Ledger, directory: Path, which: Selection = ALL) -> Path:
     """`rows.parquet`: the rows of `rows.jsonl`, typed."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtra("Parquet export", "parquet") from error
+    pa, pq = parquet_modules()
     ids = pa.list_(pa.int64())
     fields: dict[str, Any] = {
         **dict.fromkeys(("trial", "group"), pa.int64()),
@@ -100,10 +93,3 @@ def _origin(rollout: Rollout) -> dict[str, Any]:
         "trainable": episode.trainable,
         "in_baseline": episode.in_baseline,
     }
-
-
-def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Path:
-    with replacement(path) as part, part.open("wb") as file:
-        for line in lines:
-            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-    return path

@@ -121,7 +121,7 @@ def chart_data(digest: RolloutDigest) -> dict[str, Any]:
     few = 1 < len(statistics.sources) <= COLOURED
     rewards = [point.reward for point in points]
     distributions = {"reward": statistics.rewards, "tokens": statistics.tokens, "turns": statistics.turns}
-    failed = ((n, outcome, reason) for n, outcome, fault, reason in digest.failed_rollouts if fault != "policy")
+    failed = ((n, outcome, reason) for n, outcome, fault, reason in digest.failed_trials if fault != "policy")
     return {
         "live": True,
         "noun": "trial",

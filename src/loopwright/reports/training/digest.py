@@ -1,5 +1,6 @@
 """The digest of a training run: its steps, its evaluations, and whether the policy got better."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from loopwright.core.confidence import bootstrap
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.steps import Step, steps
+from loopwright.reports.counted_digest import Failure
 from loopwright.reports.formatting import counted, number, percent
 from loopwright.reports.rollout.digest import RolloutDigest, failed_rollouts, rollout_basics
 from loopwright.reports.search.digest import grouped_failures
@@ -58,8 +60,8 @@ class TrainingDigest(RolloutDigest):
     evals: Sequence[Step] = ()
     pairs: Sequence[Pair] = ()
     """The tasks that both evaluations have a reward for."""
-    failed_evaluations: Sequence[tuple[int, str, str, str]] = ()
-    """Rollouts of evaluations that failed: number, outcome, fault, reason."""
+    failed_evaluations: Sequence[Failure] = ()
+    """Rollouts of evaluations that failed."""
 
     @property
     def agent(self) -> Mapping[str, Any]:
@@ -182,15 +184,17 @@ def bounds(numbers: Mapping[str, Any], name: str) -> str:
 
 def passes(digest: TrainingDigest) -> list[str]:
     """`pass@1`, `pass@4` and so on, if they were measured in the first and in the last evaluation."""
-    ends = [step.numbers for step in (digest.ends or digest.measured[:1])]
-    names = [name for name in ends[0] if name.startswith("pass@") and name[5:].isdigit()] if ends else []
-    return [name for name in names if all(is_number(numbers.get(name)) for numbers in ends)]
+    return _measured_names(digest, r"pass@\d+")
 
 
 def kinds(digest: TrainingDigest) -> list[str]:
     """`reward[KIND]` of each source and kind of task in the first and the last evaluation, if there are several."""
+    return _measured_names(digest, r"reward\[.*\]")
+
+
+def _measured_names(digest: TrainingDigest, pattern: str) -> list[str]:
     ends = [step.numbers for step in (digest.ends or digest.measured[:1])]
-    names = [name for name in ends[0] if name.startswith("reward[") and name.endswith("]")] if ends else []
+    names = [name for name in ends[0] if re.fullmatch(pattern, name, re.DOTALL)] if ends else []
     return [name for name in names if all(is_number(numbers.get(name)) for numbers in ends)]
 
 

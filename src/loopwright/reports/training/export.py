@@ -6,12 +6,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from loopwright.core.errors import MissingExtra, storage
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Kind, steps
-from loopwright.reports.export import replacing
+from loopwright.reports.export import parquet_modules, replacement, replacing, write_lines
 
 _KINDS: tuple[Kind, ...] = ("train", "eval")
 
@@ -28,30 +25,20 @@ def write_csv_steps(ledger: Ledger, directory: Path) -> Path:
 
 def write_json_steps(ledger: Ledger, directory: Path) -> Path:
     """`steps.jsonl`: the same as an object per line."""
-    path = directory / "steps.jsonl"
-    with replacing(path) as file:
-        for row in _rows(ledger):
-            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE).decode())
-    return path
+    return write_lines(directory / "steps.jsonl", _rows(ledger))
 
 
 def write_parquet_steps(ledger: Ledger, directory: Path) -> Path:
     """`steps.parquet`: the same, typed."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtra("Parquet export", "parquet") from error
+    pa, pq = parquet_modules()
     path = directory / "steps.parquet"
     schema = pa.schema({"kind": pa.string(), "step": pa.int64()} | dict.fromkeys(_names(ledger)[2:], pa.float64()))
     rows = list(_rows(ledger))
     for row in rows:
         for name in row.keys() - {"kind", "step"}:
             row[name] = float(row[name]) if isinstance(row[name], (int, float)) else None
-    with storage(path):
-        temporary = path.with_name(f".{path.name}.part")
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
-        temporary.replace(path)
+    with replacement(path) as part:
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
     return path
 
 
