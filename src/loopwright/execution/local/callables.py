@@ -1,5 +1,6 @@
 """Inspects a Python callable without calling it, in a separate process."""
 
+import marshal
 import os
 import socket
 import subprocess
@@ -9,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from loopwright.execution.local.process_tree import ProcessLimits, signal_name, spawn
 from loopwright.execution.local.processes import MARKER_VARIABLE, end_leftovers
@@ -87,7 +86,7 @@ def _request(connection: socket.socket, frames: Iterable[dict[str, Any]], deadli
     data = b""
     try:
         for frame in frames:
-            body = orjson.dumps(frame)
+            body = marshal.dumps(frame)
             connection.sendall(len(body).to_bytes(4, "big") + body)
         while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
             connection.settimeout(max(0.001, end_s - time.monotonic()))
@@ -96,5 +95,5 @@ def _request(connection: socket.socket, frames: Iterable[dict[str, Any]], deadli
             data += chunk
     except (BrokenPipeError, ConnectionResetError):
         return None
-    response: dict[str, Any] = orjson.loads(data[4:])
+    response: dict[str, Any] = marshal.loads(data[4:])  # noqa: S302  Our own worker wrote it.
     return response

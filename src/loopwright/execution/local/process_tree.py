@@ -292,13 +292,12 @@ class ProcessTree:
             self._kill(pidfds)
         await self.kill_descendants(include_main=True)
 
-    async def end_after_exit(self, grace_s: float) -> None:
-        """Give the main process time to exit, then end the whole tree."""
+    async def wait_for_exit(self, grace_s: float) -> None:
+        """Give the main process time to exit by itself."""
         try:
             await self.wait(grace_s)
         except asyncio.CancelledError:
             self.interrupted = True
-        await self.end(0.0)
 
     async def kill_descendants(self, *, include_main: bool = False) -> None:
         """SIGKILL what the main process left behind, repeatedly until nothing is left."""

@@ -1,25 +1,28 @@
 """The child's side of a Python worker: reads calls from a socket, runs them, responds.
 
 Run as a script with the socket's number, or with two files for one call. It imports nothing of Loopwright and only
-what a call needs, so that a worker starts in milliseconds and a user's modules get a clean interpreter.
+what a call needs, so that a worker starts in milliseconds and a user's modules get a clean interpreter: even `typing`
+takes longer than a small call, and orjson as long as the interpreter itself.
 """
 
+from __future__ import annotations
+
 import fcntl
-import importlib
+import marshal
 import os
-import reprlib
 import resource
 import sys
 import termios
-import threading
 import time
-import traceback
-from collections.abc import Callable
-from typing import Any
+from _thread import allocate_lock
+from importlib import import_module
 
-import orjson
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
-Frame = dict[str, Any]
+    Frame = dict[str, Any]
 
 _MAX_VALUE_BYTES = 1024 * 1024
 _MAX_ERROR_CHARS = 64 * 1024
@@ -39,7 +42,7 @@ class CallServer:
         self._pid = os.getpid()
         self._callables: dict[str, Callable[..., Any]] = {}
         self._reports = self._stopped = False
-        self._reporting = threading.Lock()
+        self._reporting = allocate_lock()
         self._streams = sys.stdout, sys.stderr
         self._pipes = _file_id(1), _file_id(2)
 
@@ -114,7 +117,7 @@ class CallServer:
     def _receive(self) -> Frame | None:
         header = self._read(4)
         body = self._read(int.from_bytes(header, "big")) if header is not None else None
-        return orjson.loads(body) if body is not None else None
+        return marshal.loads(body) if body is not None else None  # noqa: S302  The parent wrote it.
 
     def _read(self, count: int) -> bytes | None:
         data = b""
@@ -126,11 +129,13 @@ class CallServer:
         return data
 
     def _send(self, response: Frame) -> None:
-        body = orjson.dumps(response)
+        body = marshal.dumps(response)
         _write_all(self._fd, len(body).to_bytes(4, "big") + body)
 
 
 def _make_call(source: str, target: str) -> None:
+    import orjson
+
     with open(source, "rb") as file:  # noqa: PTH123  Path is not imported, which takes time.
         frame = orjson.loads(file.read())
     sys.path[:0] = frame["path"]
@@ -172,7 +177,7 @@ def _look_up(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise _NotFoundError(f"{name!r} is not of the form 'module:callable'.")
-    target: Any = importlib.import_module(module_name)
+    target: Any = import_module(module_name)
     source = getattr(target, "__file__", None) or module_name
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -193,6 +198,8 @@ def _describe(name: str) -> Frame:
     except _NotFoundError as error:
         return {"problem": str(error)}
     except BaseException as error:  # noqa: BLE001  A module may raise anything while it is imported.
+        import traceback
+
         last = traceback.format_exception_only(error)[-1].strip()
         return {"problem": f"importing {name.partition(':')[0]!r} failed: {last}"}
     try:
@@ -236,6 +243,12 @@ def metrics_of(value: object) -> Frame:
     for name, number in value.items():
         if not isinstance(name, str):
             return _value_error(f"the name {_short(name)} is not a string")
+        if type(name) is not str or not name.isascii():
+            name = str.__str__(name)  # numpy's strings and enumerations are subclasses of str.
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                return _value_error(str(error))
         plain = _number(number)
         if plain is None:
             return _value_error(f"{name!r} is {_short(number)}")
@@ -243,11 +256,7 @@ def metrics_of(value: object) -> Frame:
             nonfinite[name] = str(plain)  # JSON has no infinity and no NaN.
         else:
             finite[name] = plain
-    try:
-        size = len(orjson.dumps(finite)) + len(orjson.dumps(nonfinite))
-    except (TypeError, ValueError) as error:
-        return _value_error(str(error))
-    if size > _MAX_VALUE_BYTES:
+    if (size := len(marshal.dumps((finite, nonfinite)))) > _MAX_VALUE_BYTES:
         return _value_error(f"it returned {len(value)} of them, {size} bytes; the limit is {_MAX_VALUE_BYTES}")
     return {"value": finite, "nonfinite": nonfinite}
 
@@ -275,6 +284,8 @@ def _number(value: Any) -> int | float | None:
 
 
 def _short(value: object) -> str:
+    import reprlib
+
     return f"{reprlib.repr(value)[:200]} ({type(value).__name__})"
 
 
@@ -289,6 +300,8 @@ def _run(awaitable: Any) -> Any:
 
 def _format_error(error: BaseException) -> str:
     """The traceback without our own frame at its top."""
+    import traceback
+
     trace = error.__traceback__.tb_next if error.__traceback__ else None
     try:
         text = "".join(traceback.format_exception(type(error), error, trace))

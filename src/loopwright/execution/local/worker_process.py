@@ -1,6 +1,7 @@
 """The parent's side of a Python worker: a socket for calls, two pipes for output, and a process tree."""
 
 import asyncio
+import marshal
 import math
 import socket
 import sys
@@ -16,6 +17,7 @@ import orjson
 from loopwright.core.errors import StorageError, storage
 from loopwright.core.progress import Reporter
 from loopwright.execution.base import CallResult, FunctionCall, OnStart, Usage
+from loopwright.execution.local import worker_main
 from loopwright.execution.local.executor import CappedFile, Pump
 from loopwright.execution.local.process_tree import (
     Exit,
@@ -30,8 +32,11 @@ from loopwright.execution.local.processes import MARKER_VARIABLE
 
 Frame = dict[str, Any]
 
-# As a file instead of -m, which would import this package; -P keeps its directory off sys.path.
-COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("worker_main.py")))
+# As a file instead of -m, which would import this package, and as bytecode, which need not be compiled; -P keeps its
+# directory off sys.path.
+_SOURCE, _BYTECODE = Path(worker_main.__file__), Path(worker_main.__spec__.cached or "")
+_IS_CURRENT = _BYTECODE.is_file() and _BYTECODE.stat().st_mtime >= _SOURCE.stat().st_mtime
+COMMAND = (sys.executable, "-P", str(_BYTECODE if _IS_CURRENT else _SOURCE))
 _IMPORT_S = 60.0
 _RECEIVE_BYTES = 8192
 
@@ -98,7 +103,7 @@ class WorkerProcess:
             self._socket.send(
                 {
                     "function": call.function,
-                    "arguments": call.arguments,
+                    "arguments": orjson.loads(orjson.dumps(call.arguments)),
                     "directory": directory,
                     "parameters": call.parameters.decode(),
                     "variable": self._variable(call.marker),
@@ -126,7 +131,7 @@ class WorkerProcess:
         """Disconnect from an idle worker, which makes it exit, and release it."""
         self._attach(asyncio.get_running_loop())
         self._socket.close()
-        await self._tree.end_after_exit(self._grace_s)
+        await self._tree.wait_for_exit(self._grace_s)
         await self._end(0.0)
         if self._tree.interrupted:
             raise asyncio.CancelledError
@@ -180,7 +185,7 @@ class WorkerProcess:
         timed_out = self.is_alive
         if self._disconnected:
             # The socket closes a moment before the process is gone; one that continues without it must be ended.
-            await self._tree.end_after_exit(self._grace_s)
+            await self._tree.wait_for_exit(self._grace_s)
         exit_ = await self._end(self._grace_s if timed_out else 0.0)
         if self._error is not None:
             raise self._error
@@ -271,7 +276,8 @@ class WorkerProcess:
 
 
 class FrameSocket:
-    """The parent's end of a socket with JSON frames, each after its length in four bytes; it never blocks.
+    """The parent's end of a socket with frames, each after its length in four bytes; it never blocks. They are written
+    with `marshal`, which both ends have without an import.
 
     `on_frame` is called with each frame, and with None when the worker disconnects.
     """
@@ -302,7 +308,7 @@ class FrameSocket:
 
     def send(self, frame: Frame) -> None:
         """Send a frame, now or as soon as the worker reads. If the worker is gone, its end is noticed elsewhere."""
-        body = orjson.dumps(frame)
+        body = marshal.dumps(frame)
         self._outgoing += len(body).to_bytes(4, "big") + body
         self._on_writable()
 
@@ -340,13 +346,13 @@ class FrameSocket:
             return
         if not self._incoming and len(data) == 4 + int.from_bytes(data[:4], "big"):
             # Nearly always: exactly one frame.
-            self._on_frame(orjson.loads(data[4:]))
+            self._on_frame(marshal.loads(data[4:]))  # noqa: S302  Our own worker wrote it.
             return
         self._incoming += data
         while len(self._incoming) >= 4:
             end = 4 + int.from_bytes(self._incoming[:4], "big")
             if len(self._incoming) < end:
                 return
-            frame = orjson.loads(self._incoming[4:end])
+            frame = marshal.loads(self._incoming[4:end])  # noqa: S302
             del self._incoming[:end]
             self._on_frame(frame)
