@@ -77,7 +77,7 @@ def test_compare_shows_changes_recommendations_and_common_configurations(loopwri
     assert event["shift"]["mean"] == pytest.approx(1, abs=0.3)
 
     shown = loopwright("compare", "a", "b").stdout
-    assert "recommended in a:" in shown
+    assert "recommended in a:   value = " in shown
     assert "8 configurations measured in both" in shown
 
 
@@ -188,7 +188,7 @@ def test_race_writes_a_table_a_page_and_json(loopwright, tmp_path):
     tune(tmp_path / "a")
     result = loopwright("race", "a", "--agents", "random", "--seeds", 2, "--trials", 5)
     assert result.returncode == 0, result.stderr
-    assert "regret at the end" in result.stdout
+    assert "final regret" in result.stdout
     assert (tmp_path / "a/race.html").is_file()
     lines = loopwright("race", "a", "-a", "random", "--seeds", 2, "--trials", 5, "--json").stdout.splitlines()
     agent, end = map(json.loads, lines)

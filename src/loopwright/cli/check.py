@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import OutputArgument, emit
+from loopwright.cli.options import OutputArgument, emit, show
 from loopwright.core.errors import LedgerError
 from loopwright.ledger.check import Check, accept_ledger, check_ledger
 from loopwright.ledger.ledger import Ledger
@@ -56,16 +56,18 @@ def command(
 def _show(check: Check, damage: list[str], output: Path) -> None:
     checked = f"{counted(check.trials, 'trial')}, {counted(check.events, 'event')} and ledger.head"
     state = "DAMAGED" if check.damage else "accepted" if damage else "ok"
-    typer.echo(f"{check.path.parent.name}: {state} ({checked})")
+    show(f"{check.path.parent.name}: {state} ({checked})")
     for line in damage[:_MOST_LINES]:
-        typer.echo(f"  {line}")
+        show(line, indent=2)
     if len(damage) > _MOST_LINES:
-        typer.echo(f"  and {len(damage) - _MOST_LINES:,} more; --json lists all")
+        show(f"and {len(damage) - _MOST_LINES:,} more; --json lists all", indent=2)
     if check.damage:
-        typer.echo(
-            "  next: restore the run's folder from a copy, or accept the ledger as it is with "
-            f"`loopwright check {output} --accept`"
+        show(
+            "next: restore the run's folder from a copy, or accept the ledger as it is with "
+            f"`loopwright check {output} --accept`",
+            indent=2,
         )
     for earlier in [] if damage else check.accepted:
         day = datetime.fromtimestamp(earlier["at"], UTC).strftime("%Y-%m-%d %H:%M UTC")
-        typer.echo(f"  accepted at {day}: {counted(len(earlier['damage']), 'difference')}, {earlier['damage'][0]}")
+        differences = counted(len(earlier["damage"]), "difference")
+        show(f"accepted at {day}: {differences}, {earlier['damage'][0]}", indent=2)

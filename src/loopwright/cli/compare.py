@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loopwright.cli.options import emit
+from loopwright.cli.options import emit, show
 from loopwright.core.errors import LedgerError
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.outputs import search_ledger, search_ledgers
-from loopwright.reports.formatting import assignments, counted, number, short
-from loopwright.reports.objective import Objective
-from loopwright.reports.search.headline import describe_difference, title
+from loopwright.reports.formatting import counted, ends, number, pairs, printable, short
+from loopwright.reports.objective import Interval, Objective, evidence
+from loopwright.reports.search.headline import describe, describe_difference, title
 from loopwright.selection.comparison import CampaignComparison, RecordedRun, compare
 from loopwright.selection.estimate import Estimate
 
@@ -75,58 +75,82 @@ def _event(comparison: CampaignComparison) -> dict[str, Any]:
 
 
 def _show(comparison: CampaignComparison, before: str, after: str) -> None:
-    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     one, two = comparison.before, comparison.after
-    objective = Objective.of((*two.labels, "")[0])
+    console = Console(highlight=False, emoji=False, markup=False)
     console.print(one.name if one.name == two.name else f"{one.name} and {two.name}", style="bold")
     if comparison.changes:
         table = Table("changed", "", before, after, box=None, pad_edge=False)
         for change in comparison.changes:
-            sides = ("–" if side is None else short(side, 60) for side in (change.before, change.after))
+            sides = (_setting(change.name, side) for side in (change.before, change.after))
             table.add_row(*map(Text, (change.part, change.name, *sides)))
         console.print(table)
     else:
-        console.print("no setting changed: same inputs, space, agent and machine")
+        show("no setting changed: same inputs, space, agent and machine")
     for place, run in ((before, one), (after, two)):
+        objectives = [Objective.of(label) for label in run.labels]
         for candidate in run.best.front[:_SHOWN]:
-            values = "; ".join(
-                f"{own.text(value)} ({own.evidence(interval, candidate.count)})"
-                for value, interval, own in zip(
-                    candidate.objectives, candidate.intervals, map(Objective.of, run.labels), strict=True
-                )
-            )
-            chosen = assignments(candidate.action) or "(nothing to choose)"
-            console.print(f"{title(candidate)} in {place}: {values}   with   {chosen}")
+            show(f"{title(candidate)} in {place}:   {describe(candidate, objectives)}")
+    objective = Objective.of((*two.labels, "")[0])
     if comparison.difference is None:
-        console.print(f"difference: cannot be told, {comparison.obstacle}")
+        show(f"difference: cannot be told, {comparison.obstacle}")
     else:
-        console.print(f"difference: {_difference(comparison.difference, objective)}")
+        show(f"difference: {_difference(comparison.difference, objective)}")
     _show_common(console, comparison, objective, (before, after))
+
+
+def _setting(name: str, value: Any) -> str:
+    return "–" if value is None else printable(short(value, 12 if name == "fingerprint" else 300))
 
 
 def _show_common(console: Console, comparison: CampaignComparison, own: Objective, places: tuple[str, str]) -> None:
     if comparison.shift is None:
-        console.print("no configuration was measured in both")
+        show("no configuration was measured in both")
         return
     count = counted(len(comparison.common), "configuration")
-    low, high = own.interval(comparison.shift.interval) or (None, None)
-    shift = f"{own.value(comparison.shift.mean):+.5g}" + ("" if low is None else f" ({number(low)} to {number(high)})")
-    console.print(f"{count} measured in both; mean difference: {shift}")
-    table = Table("configuration", *places, "difference", box=None, pad_edge=False)
-    for point in comparison.common[:_SHOWN]:
-        sides = (
-            f"{own.text(side.mean)} ({own.evidence(side.interval, side.count)})" for side in (point.before, point.after)
+    interval = own.interval(comparison.shift.interval)
+    show(
+        f"{count} measured in both; mean difference: {_signed(comparison.shift, own)}"
+        + ("" if interval is None else f" ({ends(*interval)})")
+    )
+    rows = [
+        (
+            _stack(own.text(point.before.mean), own.interval(point.before.interval), point.before.count),
+            _stack(own.text(point.after.mean), own.interval(point.after.interval), point.after.count),
+            _stack(_signed(point.difference, own), own.interval(point.difference.interval)),
+            printable(pairs(point.action)),
         )
-        row = (short(assignments(point.action), 80), *sides, _difference(point.difference, own))
+        for point in comparison.common[:_SHOWN]
+    ]
+    table = Table(box=None, pad_edge=False)
+    for place, header in enumerate((*places, "difference")):
+        # Numbers are never broken; what is left of the line is for the configuration.
+        table.add_column(header, min_width=max(len(line) for row in rows for line in row[place].splitlines()))
+    table.add_column("configuration")
+    for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
     if (rest := len(comparison.common) - _SHOWN) > 0:
-        console.print(f"and {number(rest)} more with smaller differences; --json has all")
+        show(f"and {number(rest)} more with smaller differences; --json has all")
+
+
+def _stack(value: str, interval: Interval | None, count: int | None = None) -> str:
+    """A number, its interval and how often it was measured, one below the other."""
+    lines = [value, "" if interval is None else ends(*interval)]
+    if count is not None:
+        lines.append(evidence(None, count))
+    elif interval is None:
+        lines.append("no interval")
+    elif interval[0] <= 0 <= interval[1]:
+        lines.append("may be chance")
+    return "\n".join(filter(None, lines))
+
+
+def _signed(difference: Estimate, objective: Objective) -> str:
+    return f"{'+' if objective.value(difference.mean) >= 0 else ''}{objective.text(difference.mean)}"
 
 
 def _difference(difference: Estimate, objective: Objective) -> str:
     """A difference with its interval, or that it has none."""
     if difference.interval is None:
-        sign = "+" if objective.value(difference.mean) >= 0 else ""
-        return f"{sign}{objective.text(difference.mean)} (no interval: measured once)"
+        return f"{_signed(difference, objective)} (no interval: measured once)"
     return describe_difference(difference, objective)

@@ -1,6 +1,5 @@
 """An episode in a terminal: facts, attempts, and the conversation with its tools and branches."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from loopwright.core.episode import Episode, Node
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, rejudgements, rollouts
-from loopwright.reports.formatting import counted, duration, exact, number, short
+from loopwright.reports.formatting import counted, duration, exact, number, printable, short
 from loopwright.reports.rollout.tokens import LEVELS, TokenText, token_texts, tokenizer_of
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -23,7 +22,6 @@ _USES = {
     (True, False): "trained on, not in the baseline",
 }
 """What an episode is used for, by (trainable, in its group's baseline), unless it is both."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def show(ledger: Ledger, numbers: Sequence[int], engine: Mapping[str, Any] | None) -> None:
@@ -57,7 +55,7 @@ def _title(rollout: Rollout) -> Text:
     source = f" ({episode.task.data_source})" if episode.task.data_source else ""
     source += "" if rollout.evaluated is None else f" · evaluation after step {rollout.evaluated}"
     return Text.assemble(
-        (f"trial {rollout.number}", "bold"), f" · group {episode.group} · {_safe(episode.task.id)}{source}"
+        (f"trial {rollout.number}", "bold"), f" · group {episode.group} · {printable(episode.task.id)}{source}"
     )
 
 
@@ -71,19 +69,19 @@ def _facts(ledger: Ledger, rollout: Rollout) -> Iterator[Text]:
     first.append(f" · {counted(episode.sampled, 'token')} in {counted(episode.turns, 'turn')}")
     yield first
     if episode.reason:
-        yield Text(f"reason: {_safe(episode.reason)}", "red")
+        yield Text(f"reason: {printable(episode.reason)}", "red")
     if use := _USES.get((episode.trainable, episode.in_baseline)):
         yield Text(use, "yellow")
     if episode.task.label is not None:
-        yield Text(f"label: {_safe(short(exact(episode.task.label)))}")
+        yield Text(f"label: {printable(short(exact(episode.task.label)))}")
     for place, attempt in enumerate(episode.attempts, 1):
         line = ", ".join(f"{name} {duration(seconds)}" for name, seconds in attempt.phases_s.items())
         if len(episode.attempts) > 1:
-            reason = f" ({_safe(attempt.reason)})" if attempt.reason else ""
+            reason = f" ({printable(attempt.reason)})" if attempt.reason else ""
             line = f"attempt {place} ended {attempt.outcome}{reason}: {line}"
         yield Text(line, "dim")
     for later in rejudgements(ledger, rollout.number):
-        verdict = _reward(later.reward) if later.reward else f"no verdict: {_safe(later.reason)}"
+        verdict = _reward(later.reward) if later.reward else f"no verdict: {printable(later.reason)}"
         yield Text(f"judged again ({later.id}): {verdict}", "magenta")
 
 
@@ -108,21 +106,16 @@ def _message(console: Console, node: Node, tokens: Sequence[TokenText] | None) -
     role = str(node.message.get("role", "?"))
     name = f" {node.message['name']}" if role == "tool" and node.message.get("name") else ""
     finish = "" if node.finish in (None, "stop") else f" (ended by {node.finish})"
-    console.print(Text(f"{_safe(role + name)}{finish}", f"bold {_ROLES.get(role, 'white')}"))
+    console.print(Text(f"{printable(role + name)}{finish}", f"bold {_ROLES.get(role, 'white')}"))
     body = Text()
     if tokens is None:
         content = node.message.get("content")
-        body.append(_safe(content if isinstance(content, str) else "" if content is None else exact(content)))
+        body.append(printable(content if isinstance(content, str) else "" if content is None else exact(content)))
     for token in tokens or ():
-        body.append(_safe(token.text), "dim" if token.level is None else _LEVELS[token.level])
+        body.append(printable(token.text), "dim" if token.level is None else _LEVELS[token.level])
     if body.plain:
         console.print(Padding(body, (0, 0, 0, 2), expand=False))
     for call in node.message.get("tool_calls") or () if tokens is None else ():
         function = call.get("function", {})
         line = f"→ {function.get('name')}({function.get('arguments', '')})"
-        console.print(Padding(Text(_safe(line), "yellow"), (0, 0, 0, 2), expand=False))
-
-
-def _safe(text: str) -> str:
-    """What a model said may hold codes that a terminal obeys; they are shown instead."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        console.print(Padding(Text(printable(line), "yellow"), (0, 0, 0, 2), expand=False))

@@ -1,6 +1,8 @@
-"""What several verbs share: options, values, JSON lines and a progress bar."""
+"""What several verbs share: options, values, JSON lines, lines of text and a progress bar."""
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Annotated, Any
 
 import orjson
 import typer
+
+from loopwright.reports.formatting import printable
 
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output directory of an earlier run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
@@ -52,3 +56,23 @@ def progress_bar(label: str, total: int, *, hidden: bool) -> Iterator[Callable[[
     with Progress(*columns, console=Console(stderr=True), disable=hidden or not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def show(line: str, indent: int = 0) -> None:
+    """Print a line of text. A terminal that is too narrow for it gets it in parts, which three spaces separate."""
+    line, width = printable(line), shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or indent + len(line) <= width:
+        print(" " * indent + line)
+        return
+    first, *rest = line.split("   ")
+    for part, margin in [(first, indent), *((part, indent + 4) for part in rest)]:
+        print(
+            textwrap.fill(
+                part,
+                width,
+                initial_indent=" " * margin,
+                subsequent_indent=" " * (margin + 4),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loopwright.cli.options import emit
+from loopwright.cli.options import emit, show
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Kind, Step
-from loopwright.reports.formatting import counted, number
+from loopwright.reports.formatting import counted, number, pairs
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.live.digest import read_live
 from loopwright.reports.live.policy import comparison
 from loopwright.reports.objective import Objective
 from loopwright.reports.progress import RunProgress, show_progress
 from loopwright.reports.rollout.digest import read_rollouts, rollout_result
-from loopwright.reports.search.headline import notes, title
+from loopwright.reports.search.headline import describe, notes, title
 from loopwright.reports.training.digest import read_training, training_result
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
@@ -70,9 +70,9 @@ def run_with_progress(loaded: LoadedScenario, output: Path, *, quiet: bool, json
     if json:
         emit({"event": "end", "code": code, "output": str(output)})
     else:
-        print(f"report: {output / 'report.html'}")
+        show(f"report: {output / 'report.html'}")
         if code > 128:
-            print(f"stopped; continue with: loopwright resume {output}")
+            show(f"stopped; continue with: loopwright resume {output}")
     return code
 
 
@@ -85,7 +85,9 @@ def _print_result(name: str, path: Path, *, json: bool) -> None:
     if json:
         emit({"event": "result", "run": name, **event})
     else:
-        print("\n".join([f"{name}: {lines[0]}", *(f"  {line}" for line in lines[1:])]))
+        show(f"{name}: {lines[0]}")
+        for line in lines[1:]:
+            show(line, indent=2)
 
 
 def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
@@ -102,19 +104,14 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     if len(objectives) > 1 and not by_regime and best.baseline is not None and best.baseline not in best.front:
         shown.append(("the baseline", best.baseline))
     for name, candidate in shown:
-        under = f"   under {_pairs(candidate.regimes[0])}" if by_regime else ""
-        values = zip(objectives, candidate.objectives, candidate.intervals, strict=True)
-        reward = {
-            o.name: f"{number(o.value(value), 6)} ({o.evidence(bounds, candidate.count)})"
-            for o, value, bounds in values
-        }
-        lines.append(f"{name}  {_pairs(reward, ' = ')}   with   {_pairs(candidate.action)}{under}")
+        under = f"   under  {pairs(candidate.regimes[0])}" if by_regime else ""
+        lines.append(f"{name}  {describe(candidate, objectives)}{under}")
     if len(candidates) > _MAX_CANDIDATES:
         lines.append(f"and {len(candidates) - _MAX_CANDIDATES} more, in best.toml")
     if not by_regime:
         lines += [
-            f"best {choice.rule}  {number(first.value(choice.estimate.mean), 6)} "
-            f"({first.evidence(choice.estimate.interval, choice.estimate.count)})   with   {_pairs(choice.action)}"
+            f"best {choice.rule}  {first.text(choice.estimate.mean)} "
+            f"({first.evidence(choice.estimate.interval, choice.estimate.count)})   with  {pairs(choice.action)}"
             for choice in best.robust
         ]
     lines += notes(best, first)
@@ -175,7 +172,3 @@ _RESULTS: dict[str, Callable[[Ledger], tuple[dict[str, Any], list[str]]]] = {
     "training": lambda ledger: training_result(read_training(ledger)),
 }
 """The result of each kind of run, for scripts and for people."""
-
-
-def _pairs(values: Any, equals: str = "=") -> str:
-    return "  ".join(f"{name}{equals}{value}" for name, value in values.items()) or "(nothing to choose)"

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from loopwright.agents.search.race import race
-from loopwright.cli.options import OutputArgument, emit
+from loopwright.cli.options import OutputArgument, emit, show
 from loopwright.envs.replay import Recording
 from loopwright.reports.formatting import counted, measured
+from loopwright.reports.objective import Objective
 from loopwright.reports.race import COLUMNS, quality, rows, write_race
 from loopwright.selection.regret import RegretMeter
 
@@ -64,14 +65,14 @@ def command(
             emit({"event": "agent", "agent": result.agent, "band": band, "curves": result.curves, **fields})
         emit({"event": "race", "explained": recording.model.explained, "page": str(target)})
         return
-    console, label = Console(highlight=False, emoji=False, markup=False, soft_wrap=True), recording.labels[0]
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for row in rows(results, recording):
         table.add_row(*row)
-    console.print(table)
-    console.print(
-        f"after {counted(budget, 'trial')}, {counted(seeds, 'seed')}; best recorded: {measured(meter.best, label)}; "
-        f"regret of a random choice: {measured(meter.of_chance, label)}"
+    Console(highlight=False, emoji=False, markup=False).print(table)
+    objective = Objective.of(recording.labels[0])
+    show(
+        f"after {counted(budget, 'trial')}, {counted(seeds, 'seed')}; best recorded: {objective.text(meter.best)}; "
+        f"regret of a random choice: {measured(meter.of_chance, objective.name)}"
     )
-    console.print(quality(recording))
-    console.print(f"page: {target}")
+    show(quality(recording))
+    show(f"page: {target}")

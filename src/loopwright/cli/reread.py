@@ -8,16 +8,15 @@ from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
 
-from loopwright.cli.options import OutputArgument, RunOption, emit
+from loopwright.cli.options import OutputArgument, RunOption, emit, show
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.core.errors import LedgerError
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Objectives
 from loopwright.core.trial import Result, Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.formatting import number, short
+from loopwright.reports.formatting import number, pairs
 from loopwright.scenario.dispatch import hold, reopen, write_all
 from loopwright.scenario.load import load
 from loopwright.workloads.command import PatternTimeout, read_metrics
@@ -96,15 +95,12 @@ def _reread(ledger: Ledger, config: Any, *, write: bool, json: bool) -> int:
     if json:
         emit({"event": "result", "run": config.name, "counts": counts, "best": best and best[1].number})
         return readable
-    console = Console(highlight=False, emoji=False)
     parts = ", ".join(f"{number(count)} {name}" for name, count in sorted(counts.items())) or "no finished trials"
-    console.print(f"{config.name}: {parts}", markup=False, soft_wrap=True)
+    show(f"{config.name}: {parts}")
     if best is not None:
-        console.print(
-            f"  best single trial now: {best[1].number}, {short(str(dict(best[1].action)), 100)}", markup=False
-        )
+        show(f"best single trial now: {best[1].number}   with  {pairs(best[1].action)}", indent=2)
     hint = "stored; reports are made again with them" if write else "nothing was written; --write stores the metrics"
-    console.print(f"  {hint}")
+    show(hint, indent=2)
     return readable
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from loopwright.envs.replay import Recording
 from loopwright.reports.formatting import evenly, measured, number, percent
+from loopwright.reports.objective import Objective
 from loopwright.reports.page import render, write_page
 from loopwright.selection.regret import CLOSED, RegretCurves, RegretMeter
 
 COLUMNS = (
     "agent",
-    "regret at the end",
+    "final regret",
     "10 % to 90 % of seeds",
-    f"trials to {percent(CLOSED)} less regret",
+    f"trials to {percent(CLOSED)} less",
     "estimated",
 )
 _DRAWN = 300
@@ -21,14 +22,14 @@ _DRAWN = 300
 
 def rows(results: Sequence[RegretCurves], recording: Recording) -> list[tuple[str, ...]]:
     """The table of a race, the least regret first."""
-    label, goal = recording.labels[0], (1 - CLOSED) * RegretMeter(recording).of_chance
+    name, goal = Objective.of(recording.labels[0]).name, (1 - CLOSED) * RegretMeter(recording).of_chance
     table: list[tuple[str, ...]] = []
     for result in sorted(results, key=lambda result: result.band()[-1][1]):
         low, middle, high = result.band()[-1]
         trials = result.trials_to(goal)
-        span = f"{number(low)} to {number(high)}"
+        span = f"{number(low)} to {measured(high, name)}"
         trials_to_goal = "not reached" if trials is None else number(trials)
-        table.append((result.agent, measured(middle, label), span, trials_to_goal, percent(result.estimated)))
+        table.append((result.agent, measured(middle, name), span, trials_to_goal, percent(result.estimated)))
     return table
 
 
@@ -50,7 +51,7 @@ def write_race(results: Sequence[RegretCurves], recording: Recording, target: Pa
         "race.html",
         columns=COLUMNS,
         rows=rows(results, recording),
-        label=recording.labels[0],
+        objective=Objective.of(recording.labels[0]),
         best=meter.best,
         chance=meter.of_chance,
         names=[result.agent for result in results],

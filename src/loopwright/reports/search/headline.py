@@ -1,6 +1,8 @@
 """The answer of a search in a few words, how sure it is, and how much better it is than the start."""
 
-from loopwright.reports.formatting import counted, measured, number, percent
+from collections.abc import Sequence
+
+from loopwright.reports.formatting import counted, measured, number, pairs, percent
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.digest import Digest
 from loopwright.selection.estimate import Estimate
@@ -25,6 +27,15 @@ def headline(digest: Digest) -> str:
 def title(candidate: Candidate) -> str:
     """What a candidate may be called."""
     return "recommended" if candidate.confirmed and candidate.interval is not None else "best"
+
+
+def describe(candidate: Candidate, objectives: Sequence[Objective]) -> str:
+    """The objectives of a candidate with their intervals, and its action, for a terminal."""
+    values = [
+        f"{own.name} = {own.text(value)} ({own.evidence(interval, candidate.count)})"
+        for own, value, interval in zip(objectives, candidate.objectives, candidate.intervals, strict=True)
+    ]
+    return "   ".join([*values, f"with  {pairs(candidate.action)}"])
 
 
 def notes(best: Recommendation, objective: Objective) -> list[str]:
