@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar, Protocol
 
 import orjson
@@ -208,7 +208,8 @@ class Dialect(ABC):
             self._settings = settings_json, self._parse_settings(settings, messages)
         request = TurnRequest(messages, *_SETTINGS(self._settings[1]))
         # Most messages have a role and a content only.
-        if self.message_fields and (others := [message for message in body["messages"] if len(message) > 2]):
+        if self.message_fields and max(map(len, body["messages"])) > 2:
+            others = [message for message in body["messages"] if len(message) > 2]
             values = {name: value for message in others for name, value in message.items() if value}
             notes = {
                 f"messages.{name}": recordable(values[name]) for name in sorted(values.keys() - self.message_fields)
@@ -278,6 +279,8 @@ class _Prefix:
     fields: dict[str, Any]
     name: str
     items: list[Any]
+    messages: list[Message] = field(default_factory=list)
+    """The items as the dialect has parsed them, if it remembers that."""
 
     def parse(self, body: bytes) -> dict[str, Any] | None:
         """A body that starts like this; None if it has to be parsed completely."""
@@ -305,6 +308,18 @@ class BodyReader:
     def count_new(self, body: bytes) -> int:
         """How many bytes of a body have to be parsed."""
         return len(body) - max((len(p.data) for p in self._prefixes if body.startswith(p.data)), default=0)
+
+    def parsed(self, items: Sequence[Any]) -> list[Message]:
+        """The messages of the first of these items, as far as an accepted body had the very same ones."""
+        for prefix in self._prefixes:
+            if prefix.messages and len(prefix.items) <= len(items) and all(map(is_, prefix.items, items)):
+                return prefix.messages
+        return []
+
+    def remember(self, items: Sequence[Any], messages: list[Message]) -> None:
+        """Remember how the items of the body that was read last were parsed, one message for each."""
+        if self._candidates and self._candidates[0].items is items:
+            self._candidates[0].messages[:] = messages
 
     def keep(self) -> None:
         """Remember the body that was read last, whose request is accepted: the next one may start like it."""

@@ -48,10 +48,13 @@ class ChatCompletions(Dialect):
     )
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
-        messages = fields.objects(body.get("messages"), "messages")
-        if not messages:
+        items = fields.objects(body.get("messages"), "messages")
+        if not items:
             raise BadRequest("messages: at least one message is required", "messages")
-        return [_message(message, index) for index, message in enumerate(messages)]
+        messages = list(self.bodies.parsed(items))
+        messages += [_message(item, index) for index, item in enumerate(items[len(messages) :], len(messages))]
+        self.bodies.remember(items, messages)
+        return messages
 
     def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
         if is_legacy := bool(body.get("functions")):

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -75,22 +76,28 @@ class Graph:
         self._latest: tuple[int, int, Ids] = (0, 0, array("q"))
         """A node, how many ids there are up to its end, and the prompt that started with them."""
         self._latest_placement: tuple[TurnOptions, Placement] | None = None
-        self._recent: list[tuple[list[Message], _Context, list[int]]] = []
+        self._recent: list[tuple[list[Message], list[Message], _Context, list[int]]] = []
+        """Conversations as they were sent, our own copies of their messages, their contexts and nodes."""
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Tool], options: TurnOptions = PLAIN) -> Placement:
-        """The place of the policy's turn after these messages; those that are not in the graph yet are added."""
+    def place(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: TurnOptions = PLAIN, *, frozen: bool = False
+    ) -> Placement:
+        """The place of the policy's turn after these messages; those that are not in the graph yet are added.
+
+        If they are `frozen`, nobody changes them later: those of an earlier turn are recognised without being read.
+        """
         if messages[0].get("role") == RAW:
             node, verdict = self._place_raw(messages[0]["content"])
             return Placement(node, (), verdict, options)
         if self._forks:
             messages = _without_old_reasoning(messages)
         has_results = "tool" in [message.get("role") for message in messages]
-        messages = _arranged(messages) if has_results else list(messages)
+        sent = _arranged(messages) if has_results else list(messages)
         context = list(tools), dict(options.chat_template_kwargs)
-        prefix, nodes = self._take_recent(messages, context)
-        if len(messages) - len(prefix) > _MAX_NEW:
-            raise ValueError(f"messages: {len(messages) - len(prefix)} of them are new; a request may add {_MAX_NEW}")
-        more = [copy_message(message) for message in messages[len(prefix) :]]
+        prefix, nodes = self._take_recent(sent, context)
+        if len(sent) - len(prefix) > _MAX_NEW:
+            raise ValueError(f"messages: {len(sent) - len(prefix)} of them are new; a request may add {_MAX_NEW}")
+        more = [copy_message(message) for message in sent[len(prefix) :]]
         messages, keys = [*prefix, *more], [key_of(message) for message in more]
         latest = self._latest_placement
         if not more and latest is not None and (latest[0], latest[1].node) == (options, nodes[-1]):
@@ -108,7 +115,7 @@ class Graph:
             self._latest_placement = options, placement
         # Python considers 1, 1.0 and true equal; as arguments of a call they differ, unless they are still JSON text.
         if all(isinstance(call["function"].get("arguments"), str) for m in more for call in m.get("tool_calls") or ()):
-            self._recent.insert(0, (messages, context, nodes))
+            self._recent.insert(0, (sent if frozen else messages, messages, context, nodes))
             del self._recent[_MAX_RECENT:]
         return placement
 
@@ -165,7 +172,7 @@ class Graph:
         if continuation is None:
             start, path, turn = 0, self._path(last), 0
             continuation = self._template.begin(messages, context[0], options)
-        node, used, ids, at = turn, 0, [token for each in continuation.messages for token in each], 0
+        node, used, ids, at = turn, 0, list(chain.from_iterable(continuation.messages)), 0
         for each in path:
             own = self.nodes[each].ids
             if tuple(ids[at : at + len(own)]) != own:
@@ -213,10 +220,10 @@ class Graph:
 
     def _take_recent(self, messages: list[Message], context: _Context) -> tuple[list[Message], list[int]]:
         """The longest prefix that was sent in this form before, and its nodes: a turn costs only what is new in it."""
-        for index, (sent, sent_context, nodes) in enumerate(self._recent):
+        for index, (sent, copies, sent_context, nodes) in enumerate(self._recent):
             if len(sent) <= len(messages) and messages[: len(sent)] == sent and context == sent_context:
                 del self._recent[index]
-                return sent, nodes
+                return copies, nodes
         return [], [0]
 
     def _place_raw(self, content: str | list[int]) -> tuple[int, Verdict]:
@@ -289,7 +296,7 @@ class Graph:
                         del self._by_key[parent, each]
             if not self._children[parent]:
                 del self._children[parent]
-        self._recent = [each for each in self._recent if max(each[2]) < count]
+        self._recent = [each for each in self._recent if max(each[3]) < count]
         if self._latest[0] >= count:
             self._latest = 0, 0, array("q")
         if self._latest_placement is not None and self._latest_placement[1].node >= count:
@@ -310,7 +317,7 @@ class Graph:
         while node and node != latest:
             path.append(node)
             node = self.nodes[node].parent or 0
-        new = [*(token for each in path[::-1] for token in self.nodes[each].ids), *opening]
+        new = [*chain.from_iterable(self.nodes[each].ids for each in path[::-1]), *opening]
         if node != latest:
             ids = array("q")
         elif (rest := ids[count:].tolist()) == new[: len(rest)]:  # the turn that was opened there

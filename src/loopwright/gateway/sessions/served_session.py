@@ -168,6 +168,7 @@ class ServedSession:
                     seed=None if request.seed is None else f"{request.seed}:{choice}",
                     options=request.options,
                     choices=total - choice,
+                    frozen=True,
                 )
                 drafts.append(draft)
                 first = drafts[choice - index]  # choices share their prompt

@@ -120,8 +120,9 @@ class Session:
         seed: str | None = None,
         options: TurnOptions = PLAIN,
         choices: int = 1,
+        frozen: bool = False,
     ) -> Draft:
-        """Reserve a turn's place after these messages, before anything is sampled.
+        """Reserve a turn's place after these messages, before anything is sampled; `frozen` ones never change.
 
         With `choices`, it is the first of several that share what is left of the budget. BudgetSpent if that is not
         enough for all of them.
@@ -146,7 +147,7 @@ class Session:
             options = self._without_calls[1]
         count = len(self.graph.nodes)
         try:
-            place = self.graph.place(messages, tools, self.prompts.with_thinking(messages, options))
+            place = self.graph.place(messages, tools, self.prompts.with_thinking(messages, options), frozen=frozen)
             prompt = self.graph.ids(place.node, place.opening)
             sampling = self._fit_context(sampling, len(prompt), len(place.opening))
         except BaseException:

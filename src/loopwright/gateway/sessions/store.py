@@ -89,7 +89,7 @@ _PAGES_BYTES = 2**16
 """What a write takes besides its data."""
 _ROW_BYTES, _ID_BYTES = 2**13, 4
 """About what a row takes in the log: two pages, and for each byte of its token ids as much for logprobs and text."""
-_MAX_QUICK_BYTES = 2**19
+_MAX_QUICK_BYTES = 2**21
 """What the event loop commits at once, at most; it takes about a millisecond."""
 _SLOW_S, _REST_S = 0.01, 1.0
 """After a commit that took this long, the thread commits everything for a while."""
