@@ -59,7 +59,7 @@ def test_repeats_are_averaged_with_their_interval(begin, tmp_path):
 
     text = words(tmp_path)
 
-    assert "Best seconds 1 s 95 % interval −0.27062 to 2.2706, 2 measurements" in text
+    assert "Best seconds 1 s 95 % interval 0.28066 to 2.2706, 2 measurements" in text
     assert "first ok trial" not in text, "a random first trial is no baseline"
     assert "trials 3, 4" in text
     # The line moves when a group of repeats is complete, never for a single lucky trial.

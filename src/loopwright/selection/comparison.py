@@ -11,7 +11,7 @@ from typing import Any
 from loopwright.core.canonical import key_of
 from loopwright.core.trial import Action
 from loopwright.ledger.ledger import Ledger
-from loopwright.selection.estimate import Estimate, RegimeWeights, estimate, independent_difference
+from loopwright.selection.estimate import Estimate, RegimeWeights, estimate, independent_difference, mean_difference
 from loopwright.selection.race import samples_of
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
 from loopwright.selection.trials import StoredTrial, counts, stored_trials
@@ -114,7 +114,7 @@ def compare(before: RecordedRun, after: RecordedRun) -> CampaignComparison:
         obstacle,
         tuple(sorted(common, key=lambda point: -abs(point.difference.mean))),
         # Each configuration counts once: their differences are the samples.
-        estimate([("", point.difference.mean) for point in common], {}) if common else None,
+        mean_difference([("", point.difference.mean) for point in common], {}) if common else None,
     )
 
 

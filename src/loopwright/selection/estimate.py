@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum, prod, sqrt
+from math import exp, fsum, prod, sqrt
 from statistics import fmean, variance
 from typing import Any
 
@@ -56,17 +56,30 @@ class Spread:
 
     variance: float
     freedom: float
+    is_relative: bool = False
+    """Whether the variance is that of the values divided by their mean."""
 
 
 def pooled_spread(groups: Iterable[Iterable[Sample]]) -> Spread | None:
-    """The spread of repeats under the same regime, over all candidates; None without repeats."""
-    squares, freedom = 0.0, 0
-    for samples in groups:
-        for values in _by_regime(samples).values():
-            if len(values) > 1:
-                squares += variance(values) * (len(values) - 1)
-                freedom += len(values) - 1
-    return Spread(squares / freedom, freedom) if freedom else None
+    """The spread of repeats under the same regime, over all candidates; None without repeats.
+
+    It is relative where all values have one sign: a candidate that is ten times as fast varies ten times as much.
+    """
+    strata = [values for samples in groups for values in _by_regime(samples).values()]
+    repeated = [values for values in strata if len(values) > 1]
+    if not repeated:
+        return None
+    is_relative = _have_one_sign(strata)
+    squares = fsum(
+        variance(values) * (len(values) - 1) / (fmean(values) ** 2 if is_relative else 1) for values in repeated
+    )
+    freedom = sum(len(values) - 1 for values in repeated)
+    return Spread(squares / freedom, freedom, is_relative)
+
+
+def _have_one_sign(strata: Iterable[Iterable[float]]) -> bool:
+    values = [value for group in strata for value in group]
+    return min(values) > 0 or max(values) < 0
 
 
 def _by_regime(samples: Iterable[Sample]) -> dict[str, list[float]]:
@@ -85,23 +98,37 @@ class _Moments:
     freedom: float
     count: int
 
-    def interval(self, tests: int = 1) -> tuple[float, float] | None:
+    def interval(self, tests: int = 1, *, one_sign: bool = False) -> tuple[float, float] | None:
+        """Student's interval. The end towards zero of values that have one sign is on a log scale: it has that sign."""
         if not self.freedom:
             return None
         half = t_quantile(1 - (1 - CONFIDENCE) / 2 / tests, self.freedom) * sqrt(self.error)
-        return self.mean - half, self.mean + half
+        low, high = self.mean - half, self.mean + half
+        if one_sign and self.mean > 0:
+            low = self.mean * exp(-half / self.mean)
+        elif one_sign:
+            high = self.mean * exp(half / self.mean)
+        return low, high
 
 
 def estimate(
     samples: Iterable[Sample], weights: Mapping[str, float], tests: int = 1, spread: Spread | None = None
 ) -> Estimate:
-    """The mean over regimes, weighted, of the means under each.
+    """The mean over regimes, weighted, of the means under each. The samples are values; see `mean_difference`.
 
     With several `tests` the interval is wider (Bonferroni), so that it holds for the best of that many candidates.
     A pooled `spread` is the least that is assumed: a winner of a few measurements is often one whose rare bad ones did
     not occur.
     """
+    samples = list(samples)
+    one_sign = _have_one_sign([[value for _, value in samples]]) if spread is None else spread.is_relative
     moments = _moments(samples, weights, spread)
+    return Estimate(moments.mean, moments.interval(tests, one_sign=one_sign), moments.count)
+
+
+def mean_difference(samples: Iterable[Sample], weights: Mapping[str, float], tests: int = 1) -> Estimate:
+    """Like `estimate`, for samples that are differences: their sign says nothing about the sign of their mean."""
+    moments = _moments(samples, weights)
     return Estimate(moments.mean, moments.interval(tests), moments.count)
 
 
@@ -145,7 +172,10 @@ def _moments(samples: Iterable[Sample], weights: Mapping[str, float], spread: Sp
     if squares and all(n for _, n in parts):
         freedom = min(freedom, max(1.0, error**2 / squares))
     if spread is not None and spread.freedom > freedom:
-        least = fsum(share**2 * spread.variance / len(strata[regime]) for regime, share in shares.items())
+        least = fsum(
+            share**2 * spread.variance * (fmean(strata[regime]) ** 2 if spread.is_relative else 1) / len(strata[regime])
+            for regime, share in shares.items()
+        )
         error = max(error, least)  # but its own degrees of freedom: a winner's own spread is still uncertain
         if freedom < _FEW:
             freedom = spread.freedom

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from loopwright.selection.estimate import Estimate, Sample, estimate
+from loopwright.selection.estimate import Estimate, Sample, estimate, mean_difference
 from loopwright.selection.trials import StoredTrial
 
 MIN_ROUNDS = 3
@@ -74,7 +74,7 @@ def difference(
         for a, b in zip(rows, others, strict=False)
         if a.objectives and b.objectives
     ]
-    return estimate(samples, weights, tests) if samples else None
+    return mean_difference(samples, weights, tests) if samples else None
 
 
 def samples_of(rows: Sequence[StoredTrial], objective: int = 0) -> list[Sample]:
