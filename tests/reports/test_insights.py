@@ -53,3 +53,17 @@ def test_a_table_of_very_many_trials_is_thinned_and_says_so(begin, tmp_path, mon
 
     assert "20 of 60 trials are listed" in text
     assert {57, 58, 59, 60} <= set(table["columns"][0]), "the best are kept"
+
+
+def test_importance_is_shown_for_each_objective(begin, tmp_path):
+    """Given one parameter that makes it fast and another that makes it small, each objective names its own."""
+    run, random = begin(objectives=["speed", "−size"]), Random(1)
+    for _ in range(40):
+        tile, level = random.random(), random.random()
+        run.add({"tile": tile, "level": level}, tile, -level)
+
+    speed, size = words(tmp_path).split("What matters for ")[1:]
+    assert speed.split().index("tile") < speed.split().index("level")
+    assert size.split().index("level") < size.split().index("tile")
+    assert speed.startswith("speed")
+    assert size.startswith("size")

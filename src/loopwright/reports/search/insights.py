@@ -40,24 +40,37 @@ class FailureRate:
         return self.failed / self.count
 
 
-def important(digest: Digest) -> "tuple[list[Importance], list[Importance]]":
-    """The parameters by importance for the first objective, and the five strongest interactions."""
+@dataclass(frozen=True)
+class ObjectiveImportance:
+    """What matters for one objective: the parameters by importance, and the five strongest interactions."""
+
+    objective: str
+    parameters: "Sequence[Importance]"
+    interactions: "Sequence[Importance]"
+
+
+def important(digest: Digest) -> list[ObjectiveImportance]:
+    """What matters for each objective that varies; empty with too few trials."""
     trials = evenly((trial for trial in digest.ok if not trial.phase), _STUDIED)
     if len(trials) < _LEAST:
-        return [], []
+        return []
     from loopwright.selection.importance import importances  # numpy is heavy
 
     names = [name for name, is_varied in digest.varied.items() if is_varied]
     actions = [trial.action for trial in trials]
-    # What the regime explains is not the parameters' doing.
-    rewards: dict[str, list[float]] = {}
-    for trial in trials:
-        rewards.setdefault(trial.regime_key, []).append(trial.objectives[0])
-    means = {key: fmean(values) for key, values in rewards.items()}
-    values = [trial.objectives[0] - means[trial.regime_key] for trial in trials]
-    shares = importances(names, [[action.get(name) for action in actions] for name in names], values)
-    pairs = [each for each in shares if len(each.names) == 2 and each.share >= 0.01]
-    return [each for each in shares if len(each.names) == 1], pairs[:5]
+    columns = [[action.get(name) for action in actions] for name in names]
+    results = []
+    for place, label in enumerate(digest.labels):
+        # What the regime explains is not the parameters' doing.
+        rewards: dict[str, list[float]] = {}
+        for trial in trials:
+            rewards.setdefault(trial.regime_key, []).append(trial.objectives[place])
+        means = {key: fmean(values) for key, values in rewards.items()}
+        values = [trial.objectives[place] - means[trial.regime_key] for trial in trials]
+        if shares := importances(names, columns, values):
+            pairs = [each for each in shares if len(each.names) == 2 and each.share >= 0.01]
+            results.append(ObjectiveImportance(label, [each for each in shares if len(each.names) == 1], pairs[:5]))
+    return results
 
 
 def failure_rates(digest: Digest) -> list[FailureRate]:

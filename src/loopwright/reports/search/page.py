@@ -23,12 +23,10 @@ from loopwright.selection.recommendation import Candidate
 def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
     """The values of `templates/search.html`."""
     slowest, time_summary = _slowest(digest)
-    parameters, interactions = important(digest)
     return {
         "server": None,
         "summary": _summary(digest),
-        "important": parameters,
-        "interactions": interactions,
+        "important": important(digest),
         "failure_rates": failure_rates(digest),
         "table_note": _table_note(chart["table"]),
         "marks": _marks(digest, chart),
