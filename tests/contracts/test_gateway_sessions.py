@@ -57,6 +57,24 @@ def test_t05_the_life_of_a_session():
     run(main)
 
 
+def test_t05_a_session_that_has_ended_is_read_from_the_store_only_with_its_key(tmp_path):
+    async def main():
+        async with serve(output=tmp_path) as gateway:
+            session = await gateway.open("ended", SessionConfig(owner_key="the key of its run"))
+            await session.close()
+        async with serve(output=tmp_path, token="secret") as gateway, aiohttp.ClientSession() as http:
+            path = f"{gateway.address}/sessions/ended"
+            for key in (None, "wrong"):
+                assert (await send(http, "GET", path, key=key))[0] == 401
+                assert (await send(http, "GET", f"{gateway.address}/ended/v1/models", key=key))[0] == 401
+                assert not gateway.sessions
+            for key, status in ((session.key, 403), ("the key of its run", 200), ("secret", 200)):
+                gateway.sessions.clear()
+                assert (await send(http, "GET", path, key=key))[0] == status
+
+    run(main)
+
+
 @pytest.mark.parametrize("id", ["..", "%2e%2e", "a%2Fb", "sessions", ".x", "a b", "x" * 129, "healthz", "é"])
 def test_t05_an_id_is_a_plain_word(id):
     async def main():

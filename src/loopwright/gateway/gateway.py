@@ -298,10 +298,10 @@ class Gateway:
             raise
         return OpenSession(session, self.address)
 
-    def find(self, id: str) -> ServedSession:
-        """The session of this id; one that has left memory is read from the store."""
+    def find(self, id: str, key: str | None = None) -> ServedSession:
+        """The session of this id; one that has left memory is read from the store, with a `key` only if it fits."""
         if id not in self.sessions and is_id(id):
-            self._recover("id = ?", (id,))
+            self._recover("id = ?", (id,), key)
         if id not in self.sessions:
             raise Refusal(
                 404, "not_found", f"session {id[:80]!r} does not exist; open one with POST /sessions", retry=False
@@ -338,13 +338,15 @@ class Gateway:
             self._recovered = True
             self._recover("status = ?", ("open",))
 
-    def _recover(self, condition: str, values: tuple[str, ...]) -> None:
+    def _recover(self, condition: str, values: tuple[str, ...], request_key: str | None = None) -> None:
         if self.store is None:
             return
         query = "SELECT id, key, terms, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
         for id, key, config_json, *row in self.store.rows(query + condition, values):
             if id not in self.sessions:
                 session = self._serve(id, SessionConfig.model_validate_json(config_json), key)
+                if request_key is not None and not (session.admits(request_key) or session.is_owned_by(request_key)):
+                    raise Refusal.wrong_key()
                 session.restore(tuple(row), self.store)
                 self.sessions[id] = session
 

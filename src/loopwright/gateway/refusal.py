@@ -19,6 +19,11 @@ class Refusal(LoopwrightError, PermissionError):
         return cls(409, "closed", f"session {id!r} is {status}; it accepts no more calls", retry=False)
 
     @classmethod
+    def wrong_key(cls) -> "Refusal":
+        """The key may not use this session."""
+        return cls(401, "authentication", "the API key is not the one of this session", retry=False)
+
+    @classmethod
     def out_of_quota(cls, reason: str) -> "Refusal":
         """A quota is used up, and will not be refilled."""
         return cls(429, "quota", f"this session has reached its limits: {reason}", retry=False)

@@ -128,17 +128,18 @@ class RequestHandler:
     def session(self, request: web.Request) -> ServedSession:
         """The session of a request that has its key, to call models."""
         id = request.match_info["id"]
-        session = self._gateway.sessions.get(id) or self._gateway.find(id)
+        session = self._gateway.sessions.get(id) or self._gateway.find(id, _key(request))
         if session.admits(_key(request)):
             if request.protocol in self.guard.unauthenticated:
                 self.guard.admit(request.protocol, id)
             return session
-        raise Refusal(401, "authentication", "the API key is not the one of this session", retry=False)
+        raise Refusal.wrong_key()
 
     def owned_session(self, request: web.Request) -> ServedSession:
         """The session of a request of its owner, or with the gateway's token, to read or end it."""
-        session = self._gateway.find(request.match_info["id"])
-        if session.is_owned_by(_key(request)) or self.is_admin(request):
+        is_admin = self.is_admin(request)
+        session = self._gateway.find(request.match_info["id"], None if is_admin else _key(request))
+        if is_admin or session.is_owned_by(_key(request)):
             return session
         self.session(request)
         message = (
@@ -156,9 +157,15 @@ class RequestHandler:
 
     async def _read(self, request: web.Request) -> bytes:
         """The body of a request, which has `read_s` seconds to arrive."""
+        content, size = request.content, request.content_length
+        # `request.read` copies the body twice, but also bounds one of unknown length.
+        is_bounded = size is not None and size <= self._config.body_bytes and "content-encoding" not in request.headers
+        read = content.read if is_bounded else request.read
+        if content.is_eof():  # most bodies have arrived with their headers
+            return await read()
         try:
             async with asyncio.timeout(self._config.read_s):
-                return await request.read()
+                return await read()
         except TimeoutError as error:
             message = f"the request's body did not arrive within {self._config.read_s:g} s"
             raise Refusal(408, "invalid", message) from error
@@ -199,9 +206,7 @@ class RequestHandler:
             is_retry = retries.isdecimal() and int(retries[:9]) > 0
             content: AbstractAsyncContextManager[tuple[dict[str, Any], bytes]]
             if request.content_length is not None and request.content_length <= LARGE_BYTES:
-                # Most bodies have arrived with their headers.
-                data = await (request.read() if request.content.is_eof() else self._read(request))
-                content = nullcontext(dialect.bodies.read(data))
+                content = nullcontext(dialect.bodies.read(await self._read(request)))
             else:
                 content = self._large_body(request, session, dialect)
             async with content as (body, digest):

@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ _MAX_RECENT = 4
 """Conversations of a session that are remembered exactly as they were sent."""
 _MAX_NEW = 5000
 """Messages that one request may add: each takes 10 µs of the event loop, however short it is."""
+_OWN_REFERENCES = 3
+"""Those to the ids of the latest prompt, if nobody else has any: the graph's, a local one, and that of the count."""
 RAW = "prompt"
 """The role of raw text to continue, to which no chat template is applied."""
 
@@ -310,7 +313,8 @@ class Graph:
     def ids(self, number: int, opening: Sequence[int] = ()) -> Ids:
         """All ids up to the end of this node, and the opening of a turn after it. Nobody may change them.
 
-        Only what is new since the latest call is converted, and the rest is copied once, because it is long.
+        Only what is new since the latest call is converted. The rest is long: it is copied only if somebody still
+        uses it.
         """
         path, (latest, count, ids) = [], self._latest
         node = number
@@ -319,13 +323,15 @@ class Graph:
             node = self.nodes[node].parent or 0
         new = [*chain.from_iterable(self.nodes[each].ids for each in path[::-1]), *opening]
         if node != latest:
-            ids = array("q")
+            ids, count = array("q"), 0
         elif (rest := ids[count:].tolist()) == new[: len(rest)]:  # the turn that was opened there
-            new = new[len(rest) :]
-        else:
+            new, count = new[len(rest) :], len(ids)
+        is_given = self.nodes[number].finish is None  # a running turn may still grow; a given message never does
+        if not is_given or sys.getrefcount(ids) > _OWN_REFERENCES:
             ids = ids[:count]
-        ids = ids + array("q", struct.pack(f"{len(new)}q", *new))  # an array takes ten times as long to convert them
-        if self.nodes[number].finish is None:  # a running turn may still grow; a given message never does
+        del ids[count:]
+        ids.frombytes(struct.pack(f"{len(new)}q", *new))  # an array takes ten times as long to convert them
+        if is_given:
             self._latest = number, len(ids) - len(opening), ids
         return ids
 

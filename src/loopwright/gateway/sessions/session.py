@@ -238,8 +238,10 @@ class Session:
                 else:
                     parser.parse(draft.ids)
             finally:
-                self.graph.nodes[node] = draft.as_node(parser.message, finish)
+                self.graph.nodes[node] = recorded = draft.as_node(parser.message, finish)
                 self.graph.tokens += len(draft.ids) - before
+                if parser.raw_text:
+                    self.template.remember_text(recorded, parser.raw_text)
             if on_delta is not None and finish != "cut":
                 for delta in rest:
                     on_delta(delta)

@@ -106,6 +106,8 @@ class Draft:
     """How many tokens were sampled; those of a finished turn are in its node only."""
     first_node: int | None = None
     """The first node that it added to the graph; None if it was restored from a store."""
+    _reshapes: Mapping[str, Any] | None = None
+    """Those of its sampling, which take a while to collect."""
 
     @property
     def remaining(self) -> int:
@@ -128,9 +130,11 @@ class Draft:
 
     def as_node(self, message: Message, finish: str) -> Node:
         """The node that records it."""
+        if self._reshapes is None:
+            self._reshapes = self.sampling.reshapes
         logprobs = (*[0.0] * len(self.opening), *self.logprobs)
         ids = (*self.opening, *self.ids)
-        return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self.sampling.reshapes)
+        return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self._reshapes)
 
 
 def check_chunk(chunk: Chunk) -> None:

@@ -97,6 +97,8 @@ class TurnParser:
         self._tops: list[Any] | None = None
         self._deltas: list[Delta] = []
         self._call_deltas: list[Delta] | None = None  # of a call that is not complete yet
+        self.raw_text = ""
+        """All text of a turn that was parsed at once."""
         self.stopped_by: str | None = None
         """The stop string that was found."""
         self.done = False
@@ -124,7 +126,7 @@ class TurnParser:
 
     def parse(self, ids: Sequence[int]) -> None:
         """Parse a complete turn at once: same message as `feed` and `finish`, but faster and without deltas."""
-        text = self._tokenizer.decode(visible_ids(ids, self._control_ids))
+        self.raw_text = text = self._tokenizer.decode(visible_ids(ids, self._control_ids))
         start, options, grammar = text.lstrip(), self._options, self._grammar
         has_call = (grammar.bare and start[:1] in "{[`") or (grammar.open and grammar.open in text)
         has_marks = not self._raw and (start.startswith(THINK) or (options.parse_tool_calls and has_call))
