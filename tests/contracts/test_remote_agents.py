@@ -17,8 +17,8 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
+from loopwright.execution.files import remove
 from loopwright.execution.sandbox import SandboxError, sandbox_of
-from loopwright.execution.sandbox.files import remove
 from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.judgers.base import Payload

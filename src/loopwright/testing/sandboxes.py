@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.base import Command, Completion
+from loopwright.execution.files import remove
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.sandbox import Bounds, Sandbox, SandboxInstance
 from loopwright.execution.sandbox.base import NO_MOUNTS
-from loopwright.execution.sandbox.files import remove
 from loopwright.testing.executors import ignore
 
 MIB = 1 << 20

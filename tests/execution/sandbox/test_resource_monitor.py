@@ -80,7 +80,7 @@ def test_a_failed_measurement_is_repeated(killed, monkeypatch, tmp_path, caplog)
 
 
 def test_a_disk_that_cannot_be_measured_in_time_is_too_large(monkeypatch, tmp_path):
-    monkeypatch.setattr("loopwright.execution.sandbox.files._MEASURE_TIMEOUT_S", 1e-6)
+    monkeypatch.setattr("loopwright.execution.files._MEASURE_TIMEOUT_S", 1e-6)
     sandbox = MonitoredSandbox(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
     assert "cannot be measured" in sandbox.exceeded_disk()
 

@@ -246,7 +246,7 @@ def clean_up_after(pid: int, ticks: int, marker: str, directory: str) -> None:
         os.close(pidfd)
     time.sleep(_START_UP_S)
     end_leftovers((), marker)
-    # Like sandbox.files, which cannot be imported here: also deletes read-only and deeply nested directories.
+    # Like execution.files, which cannot be imported here: also deletes read-only and deeply nested directories.
     for argv in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         os.spawnvp(os.P_WAIT, argv[0], [*argv, "--", directory])  # noqa: S606  No shell is needed.
 

@@ -7,9 +7,9 @@ import tempfile
 import uuid
 from pathlib import Path
 
+from loopwright.execution.files import remove
 from loopwright.execution.local import processes
 from loopwright.execution.local.process_tree import ProcessLimits, ProcessTree, spawn
-from loopwright.execution.sandbox.files import remove
 
 # As a file instead of -m, and with the standard library only, since it runs as long as we do.
 _COMMAND = (sys.executable, "-IS", str(Path(processes.__file__)))

@@ -9,7 +9,7 @@ import logging
 import pickle
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +41,17 @@ class Host:
     actor: Any
     node: str
     shares_files: bool
-    environment: Mapping[str, str] | None = None
-    """The environment of its last trial, which need not be sent again."""
+    last: Command | FunctionCall | None = None
+    """The last trial that it was given."""
+
+    def message(self, key: str, work: Command | FunctionCall) -> bytes:
+        """A trial, or what differs from the last one: most of it is the same in the whole run."""
+        last, self.last = self.last, work
+        if last is None:
+            return pickle.dumps((key, work))
+        # Arguments always: 1, 1.0 and True are equal.
+        changes = {name: new for name, new in vars(work).items() if name == "arguments" or new != getattr(last, name)}
+        return pickle.dumps((key, changes))
 
 
 class HostPool:
@@ -79,11 +88,8 @@ class HostPool:
         key = uuid.uuid4().hex
         try:
             on_start(f"ray:{host.node}:{key}")
-            files = None if host.shares_files else package()
-            environment = None if host.environment == work.environment else work.environment
-            data = pickle.dumps((replace(work, environment={}), environment))
-            done = asyncio.wrap_future(host.actor.use.remote(key, data, files).future())
-            host.environment = work.environment
+            files = () if host.shares_files else (package(),)
+            done = asyncio.wrap_future(host.actor.use.remote(host.message(key, work), *files).future())
             self._busy[host] = done
             answer = await self._wait(host, key, done)
         except RayActorError as error:

@@ -15,12 +15,12 @@ import ray
 
 from loopwright.core.errors import LaunchError, StorageError
 from loopwright.execution.base import CallResult, Command, Completion, FunctionCall
+from loopwright.execution.files import remove
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.local.reaper import Reaper
 from loopwright.execution.local.worker_pool import WorkerPool
 from loopwright.execution.ray.transfer import Stamps, pack, stamps, unpack
-from loopwright.execution.sandbox.files import remove
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class HostRunner:
     def __init__(self, settings: HostSettings) -> None:
         self._settings = settings
         self._key = ""
-        self._task: asyncio.Task[Completion | CallResult] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._cancelled: set[str] = set()
-        self._environment: Mapping[str, str] = {}
+        self._last: Command | FunctionCall
 
     async def start(self, token: str) -> tuple[str, bool]:
         """Prepare for a run."""
@@ -77,42 +77,42 @@ class HostRunner:
         self._pool = WorkerPool(1, output_bytes=settings.output_bytes, grace_s=settings.grace_s)
         self._reaper = Reaper("ray", detached=True)
         self._reaper.start()
-        self._cancelled, self._environment = set(), {}
+        self._cancelled = set()
         sees = settings.files == "shared" or (
             settings.files == "auto" and Path(token).exists()  # noqa: ASYNC240  A local look.
         )
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address, sees
 
-    async def use(
-        self, key: str, work: Command | FunctionCall, environment: Mapping[str, str] | None, package: Package | None
-    ) -> HostAnswer:
-        """Run a command or call a function; without an environment, in that of the last trial."""
-        if environment is not None:
-            self._environment = self._with_devices(environment)
-        if isinstance(work, FunctionCall):
-            return await self._call(key, work, package)
-        return await self._run(key, work, package)
+    async def use(self, key: str, work: Any, package: Package | None) -> HostAnswer:
+        """Run a command or call a function: a whole one, or what differs from the last one."""
+        changes = work if isinstance(work, dict) else {"environment": work.environment}
+        if "environment" in changes:
+            changes["environment"] = self._with_devices(changes["environment"])
+        # The same environment as long as the driver sends no other: workers with another one are not used again.
+        self._last = local = replace(self._last if work is changes else work, **changes)
+        if isinstance(local, FunctionCall):
+            return await self._call(key, local, package)
+        return await self._run(key, local, package)
 
     async def _run(self, key: str, command: Command, package: Package | None) -> HostAnswer:
-        local, before = replace(command, environment=self._environment), None
+        before = None
         if package is not None:
             directory = self._reaper.directory / key
             before = self._unpack(package, directory)
             here = str(command.directory), str(directory)
-            local = replace(
-                local,
+            command = replace(
+                command,
                 directory=directory,
                 stdout=directory / command.stdout.relative_to(command.directory),
                 stderr=directory / command.stderr.relative_to(command.directory),
                 argv=tuple(word.replace(*here) for word in command.argv),
-                environment={name: value.replace(*here) for name, value in self._environment.items()},
+                environment={name: value.replace(*here) for name, value in command.environment.items()},
             )
-        return await self._answer(key, self._executor.run(local, lambda _: None), before)
+        return await self._answer(key, self._executor.run(command, lambda _: None), before)
 
     async def _call(self, key: str, call: FunctionCall, package: Package | None) -> HostAnswer:
-        # The same environment for the same one given: workers with another environment are not used again.
-        local, before = replace(call, environment=self._environment), None
+        before = None
         if package is not None:
             directory = self._reaper.directory / key
             before = self._unpack(package, directory)
@@ -122,8 +122,8 @@ class HostRunner:
             for data, path in zip(package.modules, modules, strict=True):
                 if not path.exists():
                     unpack(data, path)
-            local = replace(local, directory=directory, path=tuple(modules))
-        return await self._answer(key, self._pool.call(local, lambda _: None), before)
+            call = replace(call, directory=directory, path=tuple(modules))
+        return await self._answer(key, self._pool.call(call, lambda _: None), before)
 
     def cancel(self, key: str) -> None:
         """End a trial with all its processes; its `use` then answers."""
@@ -161,12 +161,12 @@ class HostRunner:
         if key in self._cancelled:
             work.close()
             return HostAnswer(cancelled=True)
-        self._key, self._task = key, asyncio.ensure_future(work)
-        directory = self._reaper.directory / key
+        self._key, self._task = key, asyncio.current_task()
         try:
-            value = await self._task
-            files = b"" if before is None else pack(directory, self._settings.artifact_bytes, before=before)
-            return HostAnswer(value, files)
+            value = await work
+            if before is None:
+                return HostAnswer(value)
+            return HostAnswer(value, pack(self._reaper.directory / key, self._settings.artifact_bytes, before=before))
         except asyncio.CancelledError:
             return HostAnswer(cancelled=True)
         except LaunchError as error:
@@ -178,7 +178,7 @@ class HostRunner:
             self._cancelled.discard(key)
             if before is not None:
                 with suppress(OSError):
-                    remove(directory)
+                    remove(self._reaper.directory / key)
 
 
 class TrialHost:
@@ -194,10 +194,10 @@ class TrialHost:
         """Prepare for a run. Returns where it runs, and whether it sees the run's directory: the token is in it."""
         return self._loop.run_until_complete(self._runner.start(token))
 
-    def use(self, key: str, data: bytes, package: Package | None) -> bytes:
+    def use(self, data: bytes, package: Package | None = None) -> bytes:
         """Run a command or call a function; bytes both ways, which take Ray less time than objects."""
-        work, environment = pickle.loads(data)  # noqa: S301  From our own driver.
-        return pickle.dumps(self._loop.run_until_complete(self._runner.use(key, work, environment, package)))
+        key, work = pickle.loads(data)  # noqa: S301  From our own driver.
+        return pickle.dumps(self._loop.run_until_complete(self._runner.use(key, work, package)))
 
     @ray.method(concurrency_group="control")
     def cancel(self, key: str) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
+from loopwright.execution.files import remove, run_in_thread
 from loopwright.execution.local.processes import start_ticks
 from loopwright.execution.sandbox import launcher_main
 from loopwright.execution.sandbox.base import (
@@ -32,7 +33,6 @@ from loopwright.execution.sandbox.base import (
     SandboxInstance,
 )
 from loopwright.execution.sandbox.cgroup import Cgroup, parents
-from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.execution.sandbox.network_proxy import TOOLS, NetworkProxy, explain, plain_environment
 from loopwright.execution.sandbox.resource_monitor import OWN_PROCESSES, MonitoredSandbox, ResourceMonitor
 from loopwright.execution.sandbox.seccomp import compile_filter

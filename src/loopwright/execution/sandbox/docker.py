@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
+from loopwright.execution.files import remove
 from loopwright.execution.local.processes import start_ticks
 from loopwright.execution.sandbox import network_proxy_main
 from loopwright.execution.sandbox.base import (
@@ -37,7 +38,6 @@ from loopwright.execution.sandbox.base import (
 )
 from loopwright.execution.sandbox.bubblewrap import PREFIX, remove_stale
 from loopwright.execution.sandbox.docker_images import DockerImages, client_environment, run_docker
-from loopwright.execution.sandbox.files import remove
 from loopwright.execution.sandbox.network_proxy import NetworkProxy, receive_files
 from loopwright.execution.sandbox.seccomp import docker_profile
 

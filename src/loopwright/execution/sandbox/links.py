@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from loopwright.execution.files import remove
 from loopwright.execution.sandbox.base import SandboxInstance
-from loopwright.execution.sandbox.files import remove
 
 _MAX_HOPS = 40
 """As in the kernel."""

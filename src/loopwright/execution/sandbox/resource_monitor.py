@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from loopwright.execution.files import run_in_thread, size_bytes
 from loopwright.execution.local.processes import all_pids, send
 from loopwright.execution.sandbox.base import Bounds
 from loopwright.execution.sandbox.cgroup import Cgroup
-from loopwright.execution.sandbox.files import run_in_thread, size_bytes
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.2

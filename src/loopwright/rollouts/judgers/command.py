@@ -15,11 +15,11 @@ from pydantic import Field, field_validator
 from loopwright.core.errors import Problem
 from loopwright.core.reward import Reward
 from loopwright.execution.base import Command, Completion
+from loopwright.execution.files import remove, remove_in_background
 from loopwright.execution.local.executor import GRACE_S, LocalExecutor
 from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.local.reaper import Reaper
-from loopwright.execution.sandbox.files import remove, remove_in_background
 from loopwright.rollouts.judgers.base import JudgeFailed, Judger, JudgerConfig, Needs, Payload
 from loopwright.rollouts.judgers.verdict_parsing import as_reward
 from loopwright.rollouts.threads import Threads

@@ -14,8 +14,8 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.base import PENALTIES, Sampling
 from loopwright.execution.base import Executor
+from loopwright.execution.files import remove, run_in_thread
 from loopwright.execution.sandbox import Sandbox, SandboxError, SandboxInstance
-from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.gateway.client import CompletedSession, GatewayLost
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig

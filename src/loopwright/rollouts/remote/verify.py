@@ -16,10 +16,10 @@ from typing import Any
 
 from loopwright.core.task import Task
 from loopwright.execution.base import Command, Completion, Executor, OnStart
+from loopwright.execution.files import remove, remove_in_background, run_in_thread
 from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.sandbox import Sandbox, SandboxError, SandboxInstance
-from loopwright.execution.sandbox.files import remove, remove_in_background, run_in_thread
 from loopwright.execution.sandbox.links import UncheckedLinks, remove_outward_links
 from loopwright.execution.sandbox.traps import find_traps
 from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout

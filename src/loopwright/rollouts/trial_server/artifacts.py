@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
-from loopwright.execution.sandbox.files import read_inside
+from loopwright.execution.files import read_inside
 
 _MAX_FILES = 1000
 _MAX_ENTRIES = 20_000

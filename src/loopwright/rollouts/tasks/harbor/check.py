@@ -10,10 +10,10 @@ from pathlib import Path
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Task
 from loopwright.execution.base import Executor
+from loopwright.execution.files import remove, run_in_thread
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.local.reaper import Reaper
 from loopwright.execution.sandbox import Sandbox, SandboxInstance
-from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.rollouts.remote.verify import (
     PreparedTask,
     VerifierReport,

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.execution.sandbox.files import remove
+from loopwright.execution.files import remove
 from loopwright.rollouts.tasks.harbor.task import TEST, HarborTask, TaskStep, directory_digest, walk_tree
 
 Snapshot = Mapping[str, str]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.execution.sandbox import files
-from loopwright.execution.sandbox.files import read_inside, remove, remove_in_background, size_bytes
+from loopwright.execution import files
+from loopwright.execution.files import read_inside, remove, remove_in_background, size_bytes
 
 
 def test_a_regular_file_is_read_up_to_the_limit(tmp_path):
