@@ -1,14 +1,37 @@
 """Searches on Ray: the same scenario, nodes that die, drivers that are killed, and file systems that are not shared."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 import loopwright
 from loopwright.core.errors import ScenarioError
+from loopwright.execution.local.processes import all_pids, read
+from tests.survival.campaign import Campaign, end_of, wait_for
+
+LOCAL = """
+name = "local"
+[system]
+type = "ray"
+address = "local"
+parallel = 2
+[[run]]
+name = "work"
+agent = { type = "grid" }
+reward = { type = "identity", metrics = ["y"] }
+[run.workload]
+type = "command"
+command = "sh -c 'touch began; sleep 600' {n}"
+metrics = { y = { resource = "wall_s" } }
+[run.workload.args]
+n = [1, 2]
+"""
 
 
 def facts_of(name, directory):
@@ -59,6 +82,25 @@ def test_c05_ctrl_c_leaves_nothing_behind_and_trials_share_no_gpu(tmp_path):
     assert any(
         begin < finish and start < end for _, begin, end in times for _, start, finish in times if start != begin
     )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_s12_a_signal_to_the_process_group_ends_the_run_before_its_local_ray(tmp_path, monkeypatch, number, code):
+    """Given a Ray that the driver started, a signal to their group aborts the trials, and the reports are written."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    one = Campaign(tmp_path, LOCAL)
+    process = one.start()
+    wait_for(lambda: process.poll() is not None or len(list(one.output.glob("work/trials/*/began"))) == 2)
+    group = [pid for pid in all_pids() if (entry := read(pid)) is not None and entry.group == process.pid]
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in group}
+    os.killpg(process.pid, number)
+    end = end_of(process)
+    assert not names & {"raylet", "gcs_server"}
+    assert end.code == code, end.err
+    assert [trial.outcome for trial in one.trials()] == ["aborted", "aborted"]
+    assert (one.output / "report.html").exists()
+    assert one.left_running() == []
 
 
 def test_c01_what_ray_cannot_do_is_refused_at_load_time():

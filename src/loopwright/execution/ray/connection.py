@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import ray
@@ -127,7 +128,7 @@ def _init(cpus: int | None, address: str | None, runtime_env: Mapping[str, Any] 
             with _loopback_only() if _listens_on_loopback_only(existing) else nullcontext():
                 ray.init(address=existing, **quiet)
         else:
-            with _loopback_only():
+            with _loopback_only(), _own_process_groups():
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
         where = existing or "this machine"
@@ -186,3 +187,14 @@ def _loopback_only() -> Iterator[None]:
             del os.environ[_LOOPBACK]
         else:
             os.environ[_LOOPBACK] = before
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Start Ray's processes outside our process group, so that a signal to the group leaves Ray to our shutdown."""
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
