@@ -176,6 +176,13 @@ def test_s05_a_bug_while_a_run_is_built_is_recorded_too(tmp_path, own_loop, monk
     assert "ZeroDivisionError" in (tmp_path / "out/report.html").read_text()
 
 
+def test_s05_a_run_that_returns_no_code_is_a_bug_named_after_its_class(tmp_path, own_loop, monkeypatch):
+    monkeypatch.setattr(own_loop, "run", lambda self: None)
+    with pytest.raises(TypeError, match=r"OwnLoop.run\(\) returned None. Return 0"):
+        campaign(tmp_path, two_runs('{ type = "own-loop" }', '{ type = "grid" }'))
+    assert own_loop.events == ["shutdown"]
+
+
 def test_s05_a_recoverable_failure_lets_the_next_run_start(tmp_path):
     text = two_runs('{ type = "grid" }', '{ type = "random", trials = 2 }').replace(ECHO, "false {x}", 1)
     assert campaign(tmp_path, text) == 1

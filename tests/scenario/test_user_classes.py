@@ -164,10 +164,10 @@ def test_tasks_a_loop_a_judger_and_an_engine_are_named_by_path(study, tmp_path, 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (":MyGrid", ":Gird", r"\[run.agent\] type: '.*:Gird' cannot be imported: module .* has no attribute 'Gird'"),
+        (":MyGrid", ":Gird", r"\[run.agent\] type: '.*:Gird' cannot be used: module .* has no attribute 'Gird'"),
         (":MyGrid", ":Square", r"\[run.agent\] type: .*:Square' is not a subclass of loopwright.Agent"),
         ("MODULE:MyGrid", "nowhere:MyGrid", r"No module named 'nowhere'. Put nowhere.py beside the scenario"),
-        ("MODULE:Negated", ":Negated", r"\[\[run\]\] reward type: ':Negated' cannot be imported: write it as module"),
+        ("MODULE:Negated", ":Negated", r"\[\[run\]\] reward type: ':Negated' cannot be used: write it as module"),
         ("MODULE:Square", "MODULE:Negated", r"\[run.workload\] type: .* is not a subclass of loopwright.Workload"),
         ('note = "mine"', 'nota = "mine"', r"\[run.agent\]: unknown key 'nota'.* Did you mean 'note'"),
     ],
@@ -183,11 +183,12 @@ def test_a_class_that_cannot_be_used_is_a_problem_of_the_scenario(study, old, ne
         (
             ":Sums",
             ":Sum",
-            r"\[run.rollout\] tasks: task source '.*:Sum' cannot be imported: module .* has no",
+            r"\[run.rollout\] tasks: task source '.*:Sum' cannot be used: module .* has no",
         ),
-        (":Twice", ":Exact", r"\[run.rollout\] loop: .*:Exact' is not a subclass of loopwright."),
+        (":Exact", ":Twice", r"\[run.rollout\] judger: .*:Twice' is not a subclass of loopwright.Judger"),
+        (":Twice", ":Exact", r"\[run.rollout\] loop: .*:Exact' is not a subclass of loopwright.AgentLoop"),
         (":Exact", ":Unfinished", r"\[run.rollout\] judger: .*:Unfinished' does not implement judge"),
-        ("MODULE:Echo", "gone:Echo", r"\[run.engine\] type: 'gone:Echo' cannot be imported: No module named 'gone'"),
+        ("MODULE:Echo", "gone:Echo", r"\[run.engine\] type: 'gone:Echo' cannot be used: No module named 'gone'"),
     ],
 )
 def test_a_class_for_rollouts_that_cannot_be_used_is_a_problem_of_the_scenario(study, old, new, words):

@@ -29,8 +29,10 @@ class Registry(Generic[T]):
     that read a scenario make its directory the first place to look.
     """
 
-    def __init__(self, kind: str, group: str, base: type | None = None) -> None:
+    def __init__(self, kind: str, group: str, base: type = object, public_base: str = "") -> None:
         self.kind, self.group, self.base = kind, group, base
+        self.public_base = public_base or base.__name__
+        """The class in `loopwright` that users extend."""
         self._items: dict[str, T] = {}
         self._paths: dict[str, str] = {}
         self._scanned = False
@@ -81,8 +83,8 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def _check(self, item: Any, path: str) -> Any:
-        if self.base is not None and not (isinstance(item, type) and issubclass(item, self.base)):
-            raise ImportError(f"{path!r} is not a subclass of loopwright.{self.base.__name__}")
+        if not (isinstance(item, type) and issubclass(item, self.base)):
+            raise ImportError(f"{path!r} is not a subclass of loopwright.{self.public_base}")
         return item
 
     def _user_class(self, path: str) -> T:
@@ -136,7 +138,7 @@ def config_parser(registry: Registry[Any]) -> Callable[[Any], BaseModel]:
         except KeyError as error:
             raise ValueError(error.args[0]) from None
         except ImportError as error:
-            raise ValueError(f"{registry.kind} {raw['type']!r} cannot be imported: {error}") from error
+            raise ValueError(f"{registry.kind} {raw['type']!r} cannot be used: {error}") from error
         # Some registries hold configs, others the classes that they configure.
         model: type[BaseModel] = item if issubclass(item, BaseModel) else item.Config
         try:

@@ -44,7 +44,6 @@ from loopwright.rollouts.remote.gateway_host import (
     ExternalGatewayHost,
     GatewayAccess,
     GatewayHost,
-    TrialServerGatewayHost,
     check_reachable,
 )
 from loopwright.rollouts.remote.gateway_pool import GatewayPool, Probe
@@ -248,7 +247,7 @@ class _LoopBuilder:
 
 def build_remote_pool(
     loops: Mapping[str, RemoteConfig],
-    host: GatewayHost,
+    host: GatewayHost | None,
     scenario_dir: Path,
     *,
     tested: Sequence[LoopConfig],
@@ -258,7 +257,7 @@ def build_remote_pool(
 ) -> Pool:
     """The workers of remote loops and their gateway: in this process, on Ray, or on a trial server.
 
-    The tasks' tests run after the agents of the loops in `tested`.
+    The tasks' tests run after the agents of the loops in `tested`. `host` is None if a trial server has the gateway.
     """
     pools: dict[str, Pool] = {}
     probes: list[Probe] = [_check_reachable] if any(loop.workers for loop in loops.values()) else []
@@ -274,7 +273,8 @@ def build_remote_pool(
             pools[name] = LocalPool(partial(TrialServerWorker, client, loop, run_id=run_id, **common), name="loop")
             probes.append(client.check)
             continue
-        build = partial(RemoteWorker, loop, sessions=None if loop.workers else host.local_sessions(), **common)
+        sessions = None if loop.workers or host is None else host.local_sessions()
+        build = partial(RemoteWorker, loop, sessions=sessions, **common)
         title = part_name("loop", name)
         pools[name] = build_pool(title, build, loop, scenario_dir, capacity=loop.concurrency, ray=ray)
 
@@ -340,10 +340,13 @@ def build_gateway_host(
     name: str,
     placement: PlacementConfig | None = None,
     ray: RayOptions | None = None,
-) -> GatewayHost:
-    """The host that a configuration describes; `placement` is that of the engines of a gateway on Ray."""
+) -> GatewayHost | None:
+    """The host that a configuration describes; `placement` is that of the engines of a gateway on Ray.
+
+    None if the trial server uses its own gateway.
+    """
     if isinstance(config, TrialServerGatewayConfig):
-        return TrialServerGatewayHost()
+        return None
     if isinstance(config, ExternalGatewayConfig):
         return ExternalGatewayHost(GatewayAccess(config.url, config.token(scenario_dir), RESTART_S))
     if isinstance(config, EmbeddedGatewayConfig):

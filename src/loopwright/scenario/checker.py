@@ -56,7 +56,7 @@ class Checker:
         except KeyError as error:
             self.add(f"{table} type", error.args[0])
         except ImportError as error:
-            self.add(f"{table} type", f"{raw['type']!r} cannot be imported: {error}.")
+            self.add(f"{table} type", f"{raw['type']!r} cannot be used: {error}.")
         return None
 
     def configured(self, table: str, raw: Any, registry: Registry[Any]) -> tuple[Any, Any]:

@@ -15,15 +15,17 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from loopwright.agents.search.grid_random import Grid, GridConfig
 from loopwright.core.agent import Agent
 from loopwright.core.errors import LedgerError, LoopwrightError, OutputBusy, StorageError, sentence, storage
 from loopwright.core.outcome import Outcome
 from loopwright.envs.live.server import GymServer, ServerError, ServerLost
+from loopwright.envs.live.watchdog import server_calls, stack_of
 from loopwright.execution.local.processes import is_ignored
 from loopwright.ledger.check import check_ledger
 from loopwright.ledger.ledger import Ledger
@@ -105,13 +107,9 @@ class Signals:
 
 def _is_interruptible(frame: FrameType | None) -> bool:
     """Whether an exception may be raised here: in the agent's code or a server's call, not while a step is recorded."""
-    recording = False
-    while frame is not None:
-        if getattr(frame.f_locals.get("watchdog"), "call", 0):
-            return True  # the call of a server is in progress, and `LiveEnv` handles whatever is raised there
-        recording |= frame.f_globals.get("__name__", "").startswith(_RECORDING)
-        frame = frame.f_back
-    return not recording
+    if any(server_calls(frame)):
+        return True  # `LiveEnv` handles whatever is raised there
+    return not any(caller.f_globals.get("__name__", "").startswith(_RECORDING) for caller in stack_of(frame))
 
 
 def dispatch(
@@ -258,7 +256,11 @@ def drive(agent: Agent, signals: Signals | None = None) -> int:
     code, signals = 0, signals or Signals()
     try:
         signals.thread = threading.get_ident()
-        code |= agent.run()
+        result: object = agent.run()
+        if not isinstance(result, SupportsIndex):
+            name = type(agent).__name__
+            raise TypeError(f"{name}.run() returned {result!r}. Return 0, or another number if the run failed")
+        code |= index(result)
     finally:
         signals.thread = None
         try:

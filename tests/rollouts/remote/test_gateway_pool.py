@@ -10,7 +10,7 @@ from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import CompletedSession
 from loopwright.gateway.sessions.session import SessionLimits
 from loopwright.rollouts.loops.worker import RolloutRequest
-from loopwright.rollouts.pools.base import Pool, WorkerLost
+from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
 from loopwright.rollouts.remote.agent import AgentExit
 from loopwright.rollouts.remote.blame import TimeLimit, assign_blame
 from loopwright.rollouts.remote.gateway_host import GatewayAccess, GatewayHost
@@ -72,6 +72,18 @@ def build_pool():
     host = FakeHost()
     workers = FakeWorkers(host)
     return host, workers, GatewayPool(host, workers)
+
+
+def test_the_weights_of_a_trial_servers_own_gateway_cannot_be_changed():
+    async def main():
+        _, workers, _ = build_pool()
+        pool = GatewayPool(None, workers)
+        assert (await pool.call(REQUEST)).nodes, "its rollouts run"
+        with pytest.raises(PoolDown, match="takes no weights from a run"):
+            await pool.publish(WeightUpdate(1, paused=True, weights="weights/1"))
+        await pool.close()
+
+    asyncio.run(main())
 
 
 def test_t06_rollouts_of_older_weights_are_discarded_and_the_weights_published_again():

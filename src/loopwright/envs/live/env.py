@@ -26,7 +26,7 @@ from loopwright.envs.live.server import (
     short_repr,
     step_problem,
 )
-from loopwright.envs.live.watchdog import Hung, Watchdog
+from loopwright.envs.live.watchdog import Hung, Watchdog, calls_server
 from loopwright.ledger.recorder import as_json
 from loopwright.ledger.trial_book import RunStopped, TrialBook
 from loopwright.spaces.space import Draws
@@ -207,12 +207,13 @@ class LiveEnv:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
+    @calls_server
     def step_now(self, action: Any) -> Step:
         """One step, one trial. If the server fails, the episode ends, and ServerLost is raised unless it restarts."""
         if not self._may_step:
             self._refuse_step()
         number = self._begin_step(action)
-        watchdog = self._watchdog  # `Watchdog.is_overdue` looks for this name
+        watchdog = self._watchdog
         watchdog.call = number
         try:
             result: Any = self.server.step(action)

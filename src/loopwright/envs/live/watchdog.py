@@ -8,18 +8,45 @@ does not return, and steps outside the main thread, cannot be interrupted: run s
 import logging
 import signal
 import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from loopwright.envs.live.server import ServerLost
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 SIGNAL = signal.SIGRTMIN + 9
 """An unused signal: programs that use real-time signals start at either end of their range."""
 _MAX_TICK_S = 1.0
 _watchdogs: list["Watchdog"] = []
+_server_callers: set[CodeType] = set()
+
+
+def calls_server(function: F) -> F:
+    """Mark a function that calls a server and has a local variable `watchdog`, so that `server_calls` finds it.
+
+    The stack is read only when a signal comes, so steps pay nothing for it.
+    """
+    assert "watchdog" in function.__code__.co_varnames  # noqa: S101
+    _server_callers.add(function.__code__)
+    return function
+
+
+def server_calls(frame: FrameType | None) -> Iterator["Watchdog"]:
+    """The watchdogs of the server calls that this frame is part of."""
+    for caller in stack_of(frame):
+        watchdog = caller.f_locals.get("watchdog") if caller.f_code in _server_callers else None
+        if watchdog is not None and watchdog.call:
+            yield watchdog
+
+
+def stack_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class Hung(BaseException):
@@ -51,9 +78,10 @@ class Watchdog:
         if self in _watchdogs:
             _watchdogs.remove(self)
 
+    @calls_server
     def guard(self, request: str, call: Callable[[], T]) -> T:
         """Make a call other than a step. Raises ServerLost if it hangs."""
-        watchdog = self  # `is_overdue` looks for this name
+        watchdog = self
         self._guarded_call -= 1
         self.call = self._guarded_call
         try:
@@ -95,11 +123,7 @@ class Watchdog:
 
     def is_overdue(self, frame: FrameType | None) -> bool:
         """Whether the interrupted frame is in an overdue call of this watchdog's environment."""
-        if not self.call or self.call != self._overdue_call:
-            return False
-        while frame is not None and frame.f_locals.get("watchdog") is not self:
-            frame = frame.f_back
-        return frame is not None
+        return self.call == self._overdue_call and self in server_calls(frame)
 
 
 def _handle(_: int, frame: FrameType | None) -> None:

@@ -260,7 +260,7 @@ class GroupJudger(BaseJudger, ABC):
         """The verdicts in the order of the payloads; an exception fails all of them."""
 
 
-judgers: Registry[type[BaseJudger]] = Registry("judger", "loopwright.judgers", BaseJudger)
+judgers: Registry[type[BaseJudger]] = Registry("judger", "loopwright.judgers", BaseJudger, "Judger")
 for _name, _class in {
     "python": "python:PythonJudger",
     "http": "http:HttpJudger",

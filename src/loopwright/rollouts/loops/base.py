@@ -146,7 +146,7 @@ def describe_error(error: BaseException) -> str:
         return type(error).__name__
 
 
-loops: Registry[type[Loop]] = Registry("agent loop", "loopwright.loops", Loop)
+loops: Registry[type[Loop]] = Registry("agent loop", "loopwright.loops", Loop, "AgentLoop")
 loops.add("single_turn", SingleTurn)
 loops.add_lazily("tools", "loopwright.rollouts.loops.tools:ToolLoop")
 loops.add_lazily("remote", "loopwright.rollouts.remote.config:RemoteLoop")

@@ -32,6 +32,10 @@ class GatewayAccess:
     """Seconds that it may be unreachable, if somebody restarts it."""
 
 
+TRIAL_SERVER_ACCESS = GatewayAccess("")
+"""The trial server's own gateway, whose address only the trial server knows."""
+
+
 class AgentSession(Protocol):
     """A session as its opener sees it; `RemoteSession` explains the methods."""
 
@@ -226,15 +230,3 @@ class ExternalGatewayHost(GatewayHost):
 
     async def publish(self, update: WeightUpdate) -> int:
         return await (await self._connect()).publish(update)
-
-
-class TrialServerGatewayHost(GatewayHost):
-    """The gateway of a trial server. Only the trial server knows its address and loads its weights."""
-
-    async def start(self) -> None: ...
-
-    async def access(self) -> GatewayAccess:
-        return GatewayAccess("")
-
-    async def publish(self, update: WeightUpdate) -> int:
-        raise GatewayLost('the engine of a trial server takes no weights from a run; remove `type = "server"`')

@@ -14,7 +14,7 @@ from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refusal
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
-from loopwright.rollouts.remote.gateway_host import GatewayHost
+from loopwright.rollouts.remote.gateway_host import TRIAL_SERVER_ACCESS, GatewayAccess, GatewayHost
 from loopwright.rollouts.remote.worker import RemoteRequest
 
 log = logging.getLogger(__name__)
@@ -29,9 +29,10 @@ class GatewayPool(Pool):
 
     A rollout that loses its gateway counts as lost. After eight losses in a row the pool is down.
     If the gateway restarts with older weights, its rollouts are discarded and the current weights are published again.
+    Without a `host`, the workers use a trial server's own gateway, whose weights cannot be changed from here.
     """
 
-    def __init__(self, host: GatewayHost, workers: Pool, probe: Probe | None = None) -> None:
+    def __init__(self, host: GatewayHost | None, workers: Pool, probe: Probe | None = None) -> None:
         self._host, self._workers, self._probe = host, workers, probe
         self._consecutive_losses = 0
         self._published: WeightUpdate | None = None
@@ -39,18 +40,19 @@ class GatewayPool(Pool):
 
     async def start(self) -> None:
         try:
-            await self._host.start()
+            if self._host is not None:
+                await self._host.start()
             if self._probe is not None:
-                await self._probe((await self._host.access()).url)
+                await self._probe((await self._access()).url)
         except (GatewayLost, AdvertiseError) as error:
-            await self._host.aclose()
+            await self._close_host()
             raise PoolDown(str(error)) from error
         await self._workers.start()
 
     async def call(self, request: RolloutRequest, *, timeout_s: float | None = None) -> Any:
         published = self._published
         try:
-            access = await self._host.access()
+            access = await self._access()
             episode = await self._workers.call(RemoteRequest(access, request), timeout_s=timeout_s)
         except GatewayLost as error:
             self._consecutive_losses += 1
@@ -76,6 +78,8 @@ class GatewayPool(Pool):
             return [await self._publish(update)]
 
     async def _publish(self, update: WeightUpdate) -> int:
+        if self._host is None:
+            raise PoolDown('a trial server\'s engine takes no weights from a run: remove [run.gateway] type = "server"')
         current = self._published
         if current is not None and current.version != update.version:
             current = None
@@ -104,4 +108,11 @@ class GatewayPool(Pool):
         try:
             await self._workers.close()
         finally:
+            await self._close_host()
+
+    async def _access(self) -> GatewayAccess:
+        return TRIAL_SERVER_ACCESS if self._host is None else await self._host.access()
+
+    async def _close_host(self) -> None:
+        if self._host is not None:
             await self._host.aclose()
