@@ -106,7 +106,7 @@ test-verl: .venvs/verl/.ready  ## run our remote agents in verl's worker, in its
 	@touch $@
 
 test-verifiers: .venvs/verifiers/.ready  ## run environments of the real verifiers package, in its own virtual environment
-	.venvs/verifiers/bin/python -m pytest -m slow tests/integrations/test_verifiers.py
+	.venvs/verifiers/bin/python -m pytest -m slow tests/integrations/test_verifiers.py tests/integrations/test_verifiers_v1.py
 
 .venvs/inspect/.ready:  # Inspect
 	test -x .venvs/inspect/bin/python || $(PYTHON) -m venv .venvs/inspect

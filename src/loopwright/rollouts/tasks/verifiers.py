@@ -4,18 +4,18 @@ The environment runs in our process with OpenAI's SDK pointed at a session, so e
 functions become parts of the reward, times their weights; functions of weight zero are recorded as metrics.
 """
 
-import asyncio
 import functools
 import inspect
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from loopwright.core.errors import LoopwrightError, MissingExtra
 from loopwright.core.imports import look_first_in
@@ -24,6 +24,7 @@ from loopwright.core.task import Task
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.remote.agent import RolloutFailed
 from loopwright.rollouts.tasks.environment import EnvironmentTasks, brings, environment_score
+from loopwright.rollouts.tasks.http_clients import shared_http_client
 from loopwright.rollouts.tasks.sources import TasksError
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ _calls: ContextVar[list["_Call"]] = ContextVar("calls")
 """The calls of reward functions in this rollout."""
 _Call = tuple[str, float, float | Exception]
 """Name, weight, and the value or the exception."""
-_clients: dict[tuple[asyncio.AbstractEventLoop, bool], tuple[Any, int]] = {}
-"""HTTP clients and how many rollouts use them, by event loop and whether certificates are checked."""
+_TASKSETS = "loopwright.rollouts.tasks.verifiers_v1"
+"""Imported where it is used: it needs verifiers."""
 
 
 class VerifiersTasks(EnvironmentTasks):
@@ -45,12 +46,19 @@ class VerifiersTasks(EnvironmentTasks):
     """The environment's id: the name of its package, or of a module beside the scenario."""
     split: Literal["train", "eval"] = "train"
     """Its dataset for training or the one for evaluation."""
+    agent: dict[str, Any] = Field(default_factory=dict)
+    """For a taskset of `verifiers.v1`: settings of its agent, such as `harness`, `runtime` and `max_turns`."""
 
     def label(self) -> str:
         return self.name or (self.env if self.split == "train" else f"{self.env}.eval")
 
     def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:
         look_first_in(scenario_dir)
+        if _is_taskset(self.env):
+            yield from self._taskset_rows()
+            return
+        if self.agent:
+            raise TasksError(f"`agent` is for tasksets of verifiers.v1; {self.env!r} has a `load_environment`")
         environment = load(self.env, json.dumps(self.args, sort_keys=True))
         dataset = dataset_of(environment, self.split)
         count = len(dataset) if self.limit is None else min(self.limit, len(dataset))
@@ -58,6 +66,21 @@ class VerifiersTasks(EnvironmentTasks):
             row = dataset[index]
             place = {"env": self.env, "args": self.args, "split": self.split, "index": index}
             yield {"messages": _messages(row), "label": row.get("answer"), "environment": place}
+
+    def _taskset_rows(self) -> Iterable[Mapping[str, Any]]:
+        if self.split == "eval":
+            raise TasksError(f"taskset {self.env!r} has no split; choose its tasks with `args`")
+        place = {"env": self.env, "args": self.args, "agent": self.agent}
+        for row in import_module(_TASKSETS).load_taskset(json.dumps(place, sort_keys=True)).rows(self.limit):
+            yield {**row, "environment": {**place, **row["environment"]}}
+
+
+def _is_taskset(env: str) -> bool:
+    """Whether this is a taskset of `verifiers.v1` and nothing older."""
+    try:
+        return not hasattr(import_module("verifiers.v1").import_taskset(env), "load_environment")
+    except ModuleNotFoundError:
+        return False  # `load` says what is missing
 
 
 @functools.cache
@@ -91,6 +114,8 @@ def dataset_of(environment: Any, split: str) -> Any:
 async def attempt(task: Task, base_url: str, api_key: str) -> Any:
     """One rollout of an environment, and its score. RolloutFailed says who is at fault if there is none."""
     place = task.extra["environment"]
+    if "hash" in place:
+        return await import_module(_TASKSETS).attempt(task, base_url, api_key)
     try:
         environment = load(place["env"], json.dumps(place["args"], sort_keys=True))
         row = dataset_of(environment, place["split"])[place["index"]]
@@ -100,7 +125,7 @@ async def attempt(task: Task, base_url: str, api_key: str) -> Any:
         reason = f"row {place['index']} of {place['env']!r} differs from when the run started; make its order fixed"
         raise RolloutFailed(reason, Fault.WORKLOAD)
     openai, clients = import_module("openai"), import_module("verifiers.clients")
-    async with _connections(verify=base_url.startswith("https")) as http:
+    async with shared_http_client(verify=base_url.startswith("https")) as http:
         sdk = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http)
         client = clients.OpenAIChatCompletionsClient(sdk)
         try:
@@ -116,25 +141,6 @@ async def attempt(task: Task, base_url: str, api_key: str) -> Any:
         if fault is not None:
             raise RolloutFailed(_chain(failure), fault, score)
         return score
-
-
-@asynccontextmanager
-async def _connections(*, verify: bool) -> AsyncIterator[Any]:
-    """The HTTP client of all rollouts of this event loop that run at the same time; the last one closes it."""
-    key = asyncio.get_running_loop(), verify
-    client, users = _clients.get(key, (None, 0))
-    if client is None:
-        # Without certificates, whose loading takes longer than a short rollout, unless they are needed.
-        client = import_module("openai").DefaultAsyncHttpxClient(verify=verify)
-    _clients[key] = client, users + 1
-    try:
-        yield client
-    finally:
-        client, users = _clients.pop(key)
-        if users > 1:
-            _clients[key] = client, users - 1
-        else:
-            await client.aclose()
 
 
 async def _score(environment: Any, state: Any) -> Any:
