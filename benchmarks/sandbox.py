@@ -4,6 +4,7 @@ import asyncio
 import os
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.measure import Ratio
@@ -19,18 +20,21 @@ BOUNDS = Bounds(cpu_s=600, memory_bytes=8 << 30, processes=512, disk_bytes=8 << 
 
 async def once(sandbox: Sandbox, executor: LocalExecutor, root: Path, number: int) -> tuple[float, float]:
     """The milliseconds of a whole sandbox with one command in it, and those of the command."""
-    workspace = root / f"{type(sandbox).__name__}-{number}"
-    workspace.mkdir()
-    command = Command(
-        argv=("/bin/true",),
-        directory=workspace,
-        environment={"PATH": os.defpath},
-        stdout=root / "stdout",
-        stderr=root / "stderr",
-        marker=f"bench-{os.getpid()}-{workspace.name}",
-    )
+    directory = root / f"{type(sandbox).__name__}-{number}"
+    directory.mkdir()
     start_s = time.perf_counter()
-    async with sandbox.open(workspace, allowed_urls=("http://127.0.0.1:8400",)) as instance:
+    async with AsyncExitStack() as stack:
+        workspace = await stack.enter_async_context(sandbox.disk(directory)) / "workspace"
+        workspace.mkdir()
+        command = Command(
+            argv=("/bin/true",),
+            directory=workspace,
+            environment={"PATH": os.defpath},
+            stdout=root / "stdout",
+            stderr=root / "stderr",
+            marker=f"bench-{os.getpid()}-{directory.name}",
+        )
+        instance = await stack.enter_async_context(sandbox.open(workspace, allowed_urls=("http://127.0.0.1:8400",)))
         inside_s = time.perf_counter()
         completion = await executor.run(instance.wrap(command), ignore)
         command_s = time.perf_counter() - inside_s

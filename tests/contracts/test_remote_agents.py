@@ -406,25 +406,41 @@ def test_a01_a_sandboxed_agent_reaches_the_gateway_and_little_else(tmp_path):
     assert (episode.outcome, episode.turns) == (Outcome.OK, 1)
 
 
-def test_a01_an_agent_that_exceeds_a_limit_is_killed_and_the_limit_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [
+        ({"memory": "200MiB"}, "os.fork(); os.fork(); data = b'x' * (80 << 20)"),
+        ({"disk": "16MiB"}, "[open(f'fill-{n}', 'wb').write(bytes(1 << 20)) for n in range(64)]"),
+        ({"disk": "16MiB"}, "[open(f'/tmp/fill-{n}', 'wb').write(bytes(1 << 20)) for n in range(64)]"),
+    ],
+)
+def test_a01_an_agent_that_exceeds_a_limit_is_killed_and_the_limit_is_named(tmp_path, bound, text):
     try:
         sandbox_of("bwrap").check()
     except SandboxError as error:
         pytest.skip(str(error))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "agent.py").write_text(
-        f"{CHAT}\nchat(); os.fork(); os.fork(); data = b'x' * (80 << 20); time.sleep(50)"
+        f"""{CHAT}
+chat()
+try:
+    {text}
+finally:
+    time.sleep(50)
+"""
     )
 
     async def main():
         command = (sys.executable, "{home}/bin/agent.py")
-        limits = {"sandbox": "bwrap", "readable": ["bin"], "bounds": {"memory": "200MiB"}}
+        limits = {"sandbox": "bwrap", "readable": ["bin"], "bounds": bound}
         async with open_setup(tmp_path, command=command, **limits) as setup:
-            return await setup.roll()
+            episode = await setup.roll()
+            assert list(setup.directory.iterdir()) == []
+            return episode
 
     episode = asyncio.run(main())
     assert (episode.outcome, episode.fault, episode.turns) == (Outcome.TRUNCATED, Fault.POLICY, 1)
-    assert "the agent was killed: memory" in episode.reason
+    assert f"the agent was killed: {next(iter(bound))}" in episode.reason
 
 
 def test_a01_bounds_without_a_sandbox_are_refused():

@@ -9,7 +9,7 @@ import pytest
 
 from loopwright.execution.sandbox import Bounds, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import home_inside
-from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox
+from loopwright.execution.sandbox.disk import MeasuredDisk
 from loopwright.testing.sandboxes import SandboxHarness
 from tests.rollouts.harbor import PASS, run_verifier, write
 
@@ -99,12 +99,12 @@ def test_an_agent_that_filled_the_disk_is_scored(tmp_path):
 
 
 def test_an_unmeasurable_workspace_is_not_counted(tmp_path, monkeypatch):
-    watched = MonitoredSandbox(0, Bounds(disk_bytes=1), (tmp_path,), print)
-    monkeypatch.setattr("loopwright.execution.sandbox.resource_monitor.size_bytes", lambda *_: None)
-    assert "cannot be measured" in watched.exceeded_disk()
-    watched.reset()
-    watched._earliest_measurement_s = watched._next_measurement_s = 0.0
-    assert watched.exceeded_disk() is None
+    disk = MeasuredDisk((tmp_path,), 1)
+    monkeypatch.setattr("loopwright.execution.sandbox.disk.size_bytes", lambda *_: None)
+    assert "cannot be measured" in disk.exceeded(())
+    disk.begin_verification()
+    disk._earliest_s = disk._next_s = 0.0
+    assert disk.exceeded(()) is None
 
 
 @NEEDS_BWRAP

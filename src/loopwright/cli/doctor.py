@@ -26,6 +26,7 @@ from loopwright.engines.base import engines
 from loopwright.execution.devices import visible_devices
 from loopwright.execution.ray.options import check_address
 from loopwright.execution.sandbox.bubblewrap import Bubblewrap
+from loopwright.execution.sandbox.disk import why_not_sized
 from loopwright.execution.sandbox.docker import Docker
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.sqlite import NETWORK, file_system
@@ -94,6 +95,10 @@ def examine(output: Path) -> Iterator[Finding]:
     fix = f"raise it in this shell: ulimit -n {4 * _MIN_OPEN_FILES}"
     yield Finding("open files", soft >= _MIN_OPEN_FILES, f"at most {soft}", fix, needed=True)
     yield _sandbox("bubblewrap", Bubblewrap().check, "apt-get install bubblewrap, and allow user namespaces")
+    obstacle = why_not_sized()
+    detail = f"measured, not enforced: {obstacle}" if obstacle else "the kernel enforces a file system for each sandbox"
+    fix = "run as root with e2fsprogs installed, or put TMPDIR on a file system of its own"
+    yield Finding("sandbox disk bound", not obstacle, detail, fix)
     yield _sandbox("docker", Docker().check, "start the Docker daemon, and join the group `docker`")
     yield _slurm()
     yield _ray()

@@ -6,7 +6,9 @@ import threading
 import pytest
 
 from loopwright.execution.sandbox import Bounds
+from loopwright.execution.sandbox import disk as disks
 from loopwright.execution.sandbox import resource_monitor as monitor
+from loopwright.execution.sandbox.disk import MeasuredDisk
 from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox, ResourceMonitor, ResourceUsage
 
 SLOW, GREEDY = 1, 2
@@ -41,10 +43,10 @@ async def supervise(killed, *sandboxes, count=1):
 def test_a_slow_disk_does_not_delay_other_sandboxes(killed, monkeypatch, tmp_path):
     """Given a sandbox with endless files, the memory bound of another one is enforced."""
     measured = threading.Event()
-    monkeypatch.setattr(monitor, "size_bytes", lambda *_: measured.wait(30) and 0)
-    slow = MonitoredSandbox(SLOW, Bounds(disk_bytes=1), (tmp_path,), lambda _: None)
+    monkeypatch.setattr(disks, "size_bytes", lambda *_: measured.wait(30) and 0)
+    slow = MonitoredSandbox(SLOW, Bounds(disk_bytes=1), MeasuredDisk((tmp_path,), 1), lambda _: None)
     reasons = []
-    greedy = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10), (), reasons.append)
+    greedy = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10), MeasuredDisk((), None), reasons.append)
     try:
         asyncio.run(supervise(killed, slow, greedy))
     finally:
@@ -70,9 +72,10 @@ def test_a_failed_measurement_is_repeated(killed, monkeypatch, tmp_path, caplog)
 
     monkeypatch.setattr(monitor, "_RETRY_S", 0.05)
     monkeypatch.setattr(monitor, "usage_by_net", usage)
-    monkeypatch.setattr(monitor, "size_bytes", size_bytes)
+    monkeypatch.setattr(disks, "size_bytes", size_bytes)
     reasons = []
-    sandbox = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), (tmp_path,), reasons.append)
+    disk = MeasuredDisk((tmp_path,), 10)
+    sandbox = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), disk, reasons.append)
     asyncio.run(supervise(killed, sandbox, count=4))
     assert {reason.partition(":")[0] for reason in reasons} == {"memory", "disk"}
     assert "no memory" in caplog.text
@@ -81,18 +84,17 @@ def test_a_failed_measurement_is_repeated(killed, monkeypatch, tmp_path, caplog)
 
 def test_a_disk_that_cannot_be_measured_in_time_is_too_large(monkeypatch, tmp_path):
     monkeypatch.setattr("loopwright.execution.files._MEASURE_TIMEOUT_S", 1e-6)
-    sandbox = MonitoredSandbox(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
-    assert "cannot be measured" in sandbox.exceeded_disk()
+    assert "cannot be measured" in MeasuredDisk((tmp_path,), 10**9).exceeded(())
 
 
 def test_a_disk_that_loses_more_than_a_sandbox_may_use_is_measured_early(monkeypatch, tmp_path):
     """Given many files, of which a measurement takes long, so that the next one would be much later."""
     free, sizes = [10_000, 9_500, 8_900], [400, 1_500]
-    monkeypatch.setattr(monitor, "free_bytes", lambda *_: free.pop(0))
-    monkeypatch.setattr(monitor, "size_bytes", lambda *_: sizes.pop(0))
-    sandbox = MonitoredSandbox(SLOW, Bounds(disk_bytes=1_000), (tmp_path,), lambda _: None)
-    assert sandbox.exceeded_disk() is None
+    monkeypatch.setattr(disks, "free_bytes", lambda *_: free.pop(0))
+    monkeypatch.setattr(disks, "size_bytes", lambda *_: sizes.pop(0))
+    disk = MeasuredDisk((tmp_path,), 1_000)
+    assert disk.exceeded(()) is None
     for _ in range(2):
-        sandbox._earliest_measurement_s, sandbox._next_measurement_s = 0.0, float("inf")
-        last = sandbox.exceeded_disk()
+        disk._earliest_s, disk._next_s = 0.0, float("inf")
+        last = disk.exceeded(())
     assert (last, free, sizes) == ("disk: 1500 bytes of 1000", [], [])

@@ -246,6 +246,9 @@ def clean_up_after(pid: int, ticks: int, marker: str, directory: str) -> None:
         os.close(pidfd)
     time.sleep(_START_UP_S)
     end_leftovers((), marker)
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        if (mount := line.split()[1]).startswith(f"{directory}/"):  # the disk of a sandbox
+            os.spawnvp(os.P_WAIT, "umount", ["umount", "--lazy", mount])  # noqa: S606
     # Like execution.files, which cannot be imported here: also deletes read-only and deeply nested directories.
     for argv in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         os.spawnvp(os.P_WAIT, argv[0], [*argv, "--", directory])  # noqa: S606  No shell is needed.

@@ -167,6 +167,15 @@ class Sandbox(ABC):
     def __init__(self, bounds: Bounds = Bounds()) -> None:  # noqa: B008  frozen
         self.bounds = bounds
 
+    @asynccontextmanager
+    async def disk(self, directory: Path) -> AsyncIterator[Path]:
+        """Where to create the workspace of one instance: `directory` itself, or a file system that is mounted below it.
+
+        With the latter the kernel enforces the disk bound, for all that the instance can write to. Everything in it is
+        gone with it.
+        """
+        yield directory
+
     @abstractmethod
     def open(
         self,

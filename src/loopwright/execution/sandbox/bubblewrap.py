@@ -4,6 +4,7 @@ Inside there is only what is listed here: the system's programs and our interpre
 scratch directory that lives as long as the instance, so that tests find what the agent left.
 """
 
+import asyncio
 import math
 import os
 import pwd
@@ -33,6 +34,7 @@ from loopwright.execution.sandbox.base import (
     SandboxInstance,
 )
 from loopwright.execution.sandbox.cgroup import Cgroup, parents
+from loopwright.execution.sandbox.disk import Disk, MeasuredDisk, SizedDisk, why_not_sized
 from loopwright.execution.sandbox.network_proxy import TOOLS, NetworkProxy, explain, plain_environment
 from loopwright.execution.sandbox.resource_monitor import OWN_PROCESSES, MonitoredSandbox, ResourceMonitor
 from loopwright.execution.sandbox.seccomp import compile_filter
@@ -84,6 +86,8 @@ class Bubblewrap(Sandbox):
         super().__init__(bounds)
         self._readable = (*dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix), *readable)),)
         self._monitor = ResourceMonitor()
+        self._disks: dict[Path, SizedDisk] = {}
+        """Those of open instances, by the parent directory of the workspace."""
 
     def check(self) -> None:
         if shutil.which("bwrap") is None:
@@ -98,6 +102,24 @@ class Bubblewrap(Sandbox):
             raise SandboxError(f"{done.stderr.strip()}: this bubblewrap is too old. Install version 0.8 or newer.")
         if done.returncode:
             raise SandboxError(explain(done.stderr))
+
+    @asynccontextmanager
+    async def disk(self, directory: Path) -> AsyncIterator[Path]:
+        limit_bytes = self.bounds.disk_bytes
+        if limit_bytes is None or await asyncio.to_thread(lambda: bool(why_not_sized())):
+            yield directory
+            return
+        mounting = asyncio.ensure_future(asyncio.to_thread(SizedDisk.mount, directory, limit_bytes))
+        try:
+            await asyncio.shield(mounting)
+            self._disks[mounting.result().path] = mounting.result()
+            yield mounting.result().path
+        finally:
+            # Also if this was cancelled while the disk was mounted.
+            with suppress(OSError):
+                disk = await mounting
+                self._disks.pop(disk.path, None)
+                await asyncio.to_thread(disk.unmount)
 
     @asynccontextmanager
     async def open(
@@ -115,15 +137,20 @@ class Bubblewrap(Sandbox):
         remove_stale()
         proxy = NetworkProxy(allowed_urls)
         async with AsyncExitStack() as stack:
-            scratch = _Scratch.create(proxy.hosts(), hide)
+            disk = self._disks.get(workspace.parent)
+            scratch = _Scratch.create(proxy.hosts(), hide, None if disk is None else disk.path)
             stack.push_async_callback(run_in_thread, remove, scratch.path)
             stack.push_async_callback(proxy.close)
-            await proxy.open(scratch.path, _OVERLAYS if os.access("/usr", os.W_OK) else ())
+            await proxy.open(scratch.writable, _OVERLAYS if os.access("/usr", os.W_OK) else ())
             processes = None if self.bounds.processes is None else self.bounds.processes + OWN_PROCESSES
             limits = {"pids": processes, "memory": self.bounds.memory_bytes}
             cgroup = Cgroup.create(scratch.path.name, {kind: limit for kind, limit in limits.items() if limit})
             stack.push_async_callback(cgroup.close)
-            instance = _Instance(workspace, mount_at, proxy, cgroup, scratch, self.bounds, self._readable, hide)
+            used_disk = disk or MeasuredDisk((workspace, scratch.path), self.bounds.disk_bytes)
+            await asyncio.to_thread(used_disk.begin_command)
+            instance = _Instance(
+                workspace, mount_at, proxy, cgroup, scratch, self.bounds, used_disk, self._readable, hide
+            )
             self._monitor.add(instance.monitored)
             stack.push_async_callback(self._monitor.remove, instance.monitored)
             yield instance
@@ -134,6 +161,9 @@ class _Scratch:
     """What an instance writes to outside its workspace."""
 
     path: Path
+    """Files of ours, which commands only read."""
+    writable: Path
+    """Where everything is that commands write to."""
     private: Mapping[str, Path]
     """Its writable directories: paths inside, and where they are."""
     secrets: tuple[Path, ...]
@@ -142,44 +172,46 @@ class _Scratch:
     """What we put into the layers over /usr and /etc."""
 
     @classmethod
-    def create(cls, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
+    def create(cls, hosts: str, hide: tuple[Path, ...], disk: Path | None = None) -> "_Scratch":
+        """With what commands write to on a disk of its own, if there is one."""
         own = os.getpid()
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own}-{start_ticks(own)}-"))
         try:
-            return cls._fill(path, hosts, hide)
+            writable = path if disk is None else Path(tempfile.mkdtemp(dir=disk, prefix="scratch-"))
+            return cls._fill(path, writable, hosts, hide)
         except BaseException:
             remove(path)
             raise
 
     @classmethod
-    def _fill(cls, path: Path, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
+    def _fill(cls, path: Path, writable: Path, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
         names = (home_inside(), "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108  These are private directories.
-        private = {name: path / "private" / name.strip("/").replace("/", "-") for name in names}
+        private = {name: writable / "private" / name.strip("/").replace("/", "-") for name in names}
         for directory in private.values():
             directory.mkdir(parents=True)
         for overlay in _OVERLAYS:
             for part in ("upper", "work", "root"):
-                (path / part / overlay).mkdir(parents=True)
-            (path / "upper" / overlay).chmod(0o755)
+                (writable / part / overlay).mkdir(parents=True)
+            (writable / "upper" / overlay).chmod(0o755)
         (path / "filter").write_bytes(compile_filter())
         (path / "empty").touch(mode=0o444)
         (path / "nothing").mkdir(mode=0o555)
         secrets = _secrets(int(time.monotonic() / _SECRETS_S))
         # In the layer and not mounted over it: the agent may move files there, and a mount would follow a link.
         for hidden in (*secrets, *(path.absolute() for path in hide if _is_in(path, _OVERLAY_PATHS))):
-            target = path / "upper" / hidden.relative_to("/")
+            target = writable / "upper" / hidden.relative_to("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch(mode=0o000)
-        for file in (path / "hosts", path / "upper/etc/hosts"):
+        for file in (path / "hosts", writable / "upper/etc/hosts"):
             file.write_text(hosts)
             file.chmod(0o644)
-        return cls(path, private, secrets, frozenset(_changes_in(path / "upper")))
+        return cls(path, writable, private, secrets, frozenset(_changes_in(writable / "upper")))
 
     def clear_mount_point(self, inside: str) -> None:
         """Remove what the agent left at a mount point: a link there would lead the mount elsewhere."""
         if _is_in(Path(inside), _OVERLAY_PATHS):
-            upper = self.path / "upper" / inside.lstrip("/")
-            if any(part.is_symlink() for part in (upper, *upper.parents) if part.is_relative_to(self.path)):
+            upper = self.writable / "upper" / inside.lstrip("/")
+            if any(part.is_symlink() for part in (upper, *upper.parents) if part.is_relative_to(self.writable)):
                 raise SandboxError(f"cannot mount {inside}: a command replaced a directory on its path by a link.")
         for name, directory in self.private.items():
             if PurePosixPath(inside).is_relative_to(name):
@@ -202,6 +234,7 @@ class _Instance(SandboxInstance):
         cgroup: Cgroup,
         scratch: _Scratch,
         bounds: Bounds,
+        disk: Disk,
         readable: tuple[Path, ...],
         hide: tuple[Path, ...],
     ) -> None:
@@ -213,7 +246,7 @@ class _Instance(SandboxInstance):
         self._readable = [path for index, path in enumerate(paths) if not _is_in(path, (*_SYSTEM, *paths[:index]))]
         self._hide = hide
         self._command_count = 0
-        self.monitored = MonitoredSandbox(proxy.net, bounds, (workspace, scratch.path), self._on_exceeded, cgroup)
+        self.monitored = MonitoredSandbox(proxy.net, bounds, disk, self._on_exceeded, cgroup)
         fixed = [path for path in _SYSTEM if str(path).strip("/") not in proxy.overlays]
         if _is_in(Path(self._mount_at), fixed) and not Path(self._mount_at).is_dir():
             raise SandboxError(f"cannot mount the workspace at {mount_at}: the system is read-only here. Use /app.")
@@ -233,7 +266,7 @@ class _Instance(SandboxInstance):
 
     def begin_verification(self) -> None:
         super().begin_verification()
-        self.monitored.reset()
+        self.monitored.begin_verification()
 
     def is_trusted(self, directory: Path) -> bool:
         return _is_in(directory, (*self._readable, *_SYSTEM))
@@ -246,14 +279,14 @@ class _Instance(SandboxInstance):
         # What is trusted is mounted over the private directories, the workspace over both.
         if inside.is_relative_to(self._mount_at) or not self.is_trusted(path):
             return super().path_outside(inside)
-        layer = self._scratch.path / "upper" / path.relative_to("/")
+        layer = self._scratch.writable / "upper" / path.relative_to("/")
         return layer if layer.is_symlink() or layer.exists() else path
 
     def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
         if not self._verifying:
-            self.monitored.disk_baseline_bytes = 0
+            self.monitored.disk.begin_command()
         self._proxy.is_blocked, self._verifying = self._verifying, False
         self._command_count += 1
         # In a file and not on the command line, which everybody on this machine can read.
@@ -279,7 +312,7 @@ class _Instance(SandboxInstance):
         return subprocess.run(argv, capture_output=True, env=plain_environment(), check=False).returncode == 0
 
     def has_changed_system(self) -> bool:
-        return any(file not in self._scratch.own_files for file in _changes_in(self._scratch.path / "upper"))
+        return any(file not in self._scratch.own_files for file in _changes_in(self._scratch.writable / "upper"))
 
     def _arguments(self, command: Command, mounts: Mapping[str, Path], read_only: Mapping[str, Path]) -> Iterator[str]:
         yield from (*_ISOLATION, "--uid", str(os.getuid()), "--gid", str(os.getgid()), "--json-status-fd", "4")
@@ -313,7 +346,7 @@ class _Instance(SandboxInstance):
             if path.is_symlink():
                 yield from ("--symlink", str(path.readlink()), name)
             elif path.name in overlays:
-                yield from ("--bind", str(scratch / "root" / path.name), name)
+                yield from ("--bind", str(self._scratch.writable / "root" / path.name), name)
             elif path.exists():
                 yield from ("--ro-bind", name, name)
         if "etc" not in overlays:

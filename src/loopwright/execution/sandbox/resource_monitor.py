@@ -8,28 +8,23 @@ import asyncio
 import logging
 import os
 import signal
-import stat
-import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
-from loopwright.execution.files import run_in_thread, size_bytes
+from loopwright.execution.files import run_in_thread
 from loopwright.execution.local.processes import all_pids, send
 from loopwright.execution.sandbox.base import Bounds
 from loopwright.execution.sandbox.cgroup import Cgroup
+from loopwright.execution.sandbox.disk import POLL_S, Disk
 
 _log = logging.getLogger(__name__)
-POLL_S = 0.2
 _RETRY_S = 2.0
 """Seconds until the next measurement after one that failed."""
 OWN_PROCESSES = 4
 """Processes of a sandbox besides those of its command: two shells, and bubblewrap, which briefly is two."""
-_DISK_TIME_SHARE = 0.05
-"""Share of the time that may be spent on measuring a sandbox's disk."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -59,23 +54,17 @@ class MonitoredSandbox:
     net: int
     """Its network namespace."""
     bounds: Bounds
-    directories: tuple[Path, ...]
+    disk: Disk
     """What it can write to."""
     on_exceeded: Callable[[str], None]
     cgroup: Cgroup = field(default_factory=lambda: Cgroup({}))
-    disk_baseline_bytes: int | None = 0
-    """What does not count against the disk bound; None if it could not be measured, and then nothing counts."""
     pids: list[int] = field(default_factory=list)
     """Its processes at the last measurement."""
     _kills_baseline: int = 0
-    _next_measurement_s: float = 0.0
-    _earliest_measurement_s: float = 0.0
-    _alarm_bytes: int = 0
-    """Free space on its disks at which it is measured early: less than that, and it may have exceeded its bound."""
 
-    def reset(self) -> None:
+    def begin_verification(self) -> None:
         """Exclude what is on the disk now, and processes that were ended until now."""
-        self.disk_baseline_bytes = 0 if self.bounds.disk_bytes is None else size_bytes(*self.directories)
+        self.disk.begin_verification()
         self._kills_baseline = self.cgroup.kills()
 
     def exceeded(self, usage: "ResourceUsage") -> str | None:
@@ -89,31 +78,6 @@ class MonitoredSandbox:
         if self.cgroup.kills() <= self._kills_baseline:
             return None
         return f"memory: all of {self.bounds.memory_bytes} bytes"
-
-    def exceeded_disk(self) -> str | None:
-        """Whether its files take too much space, in words.
-
-        If measuring takes long, it is done rarely, unless the disk loses more space than the sandbox may still use.
-        """
-        limit = self.bounds.disk_bytes
-        start_s = time.monotonic()
-        if limit is None or start_s < self._earliest_measurement_s:
-            return None
-        free = free_bytes(*self.directories)
-        if start_s < self._next_measurement_s and free >= self._alarm_bytes:
-            return None
-        size = size_bytes(*self.directories)
-        size = None if size is None else size + unlinked_bytes(self.pids)
-        end_s = time.monotonic()
-        self._earliest_measurement_s = end_s + max(POLL_S, end_s - start_s)
-        self._next_measurement_s = end_s + max(POLL_S, (end_s - start_s) / _DISK_TIME_SHARE)
-        self._alarm_bytes = free - max(0, limit + (self.disk_baseline_bytes or 0) - (size or 0))
-        # Read only now: verification may have begun while the agent's files were measured.
-        if (baseline := self.disk_baseline_bytes) is None:
-            return None
-        if size is None:
-            return "disk: its size cannot be measured: an unreadable directory, or too many files"
-        return f"disk: {size - baseline} bytes of {limit}" if size - baseline > limit else None
 
 
 class ResourceMonitor:
@@ -150,7 +114,7 @@ class ResourceMonitor:
 
 
 async def _check_disk(sandbox: MonitoredSandbox) -> None:
-    if reason := await run_in_thread(MonitoredSandbox.exceeded_disk, sandbox):
+    if reason := await run_in_thread(sandbox.disk.exceeded, sandbox.pids):
         await asyncio.to_thread(end_sandbox, sandbox, reason)
 
 
@@ -216,36 +180,6 @@ def usage_by_net() -> dict[int, ResourceUsage]:
                     if line.startswith((b"RssAnon", b"RssShmem")):
                         usage.memory_bytes += int(line.split()[1]) * 1024
     return usages
-
-
-def free_bytes(*directories: Path) -> int:
-    """The free space on the file systems of these directories."""
-    systems = {os.stat(directory).st_dev: os.statvfs(directory) for directory in directories}  # noqa: PTH116  as fast
-    return sum(system.f_bavail * system.f_frsize for system in systems.values())
-
-
-def unlinked_bytes(pids: Iterable[int]) -> int:
-    """The disk usage of files without a name that these processes have open or mapped: `du` cannot see them."""
-    sizes: dict[tuple[int, int], int] = {}
-    for pid in pids:
-        for folder in ("fd", "map_files"):
-            with suppress(OSError), os.scandir(f"/proc/{pid}/{folder}") as entries:
-                for entry in entries:
-                    with suppress(OSError):
-                        info = entry.stat()
-                        if not info.st_nlink and stat.S_ISREG(info.st_mode) and info.st_dev != _memory_device():
-                            sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
-    return sum(sizes.values())
-
-
-@cache
-def _memory_device() -> int:
-    """The device of files that are memory (memfd), and have no name either."""
-    file = os.memfd_create("loopwright")
-    try:
-        return os.fstat(file).st_dev
-    finally:
-        os.close(file)
 
 
 def _net(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""Finds files that an agent left to keep their reader busy: pipes without a writer, and endless files."""
+"""Finds what an agent left to keep its tests from working: pipes without a writer, endless files, and no free inode."""
 
 import os
 import stat
@@ -12,11 +12,15 @@ _HUGE_BYTES = 2**30
 _HOLES_BYTES = 2**26
 """The least that a sparse file must lack to count: reading it gives zeros that are nowhere on the disk."""
 _MAX_TRAPS = 20
+_MIN_FREE_FILES = 1000
+"""How many files tests must be able to create."""
 
 
 def find_traps(instance: SandboxInstance, since_ns: int) -> list[str]:
     """Pipes and huge or sparse files that are newer than `since_ns`: what each is, and its path inside."""
-    traps: list[str] = []
+    space = os.statvfs(instance.workspace)
+    is_full = space.f_favail < min(_MIN_FREE_FILES, space.f_files)  # both are zero where files are not counted
+    traps = ["a disk with too many files"] if is_full else []
     for root, directory in instance.writable_directories().items():
         for path, info in _files(str(directory)):
             if info.st_ctime_ns >= since_ns and (kind := _trap_kind(info)):

@@ -166,7 +166,10 @@ class RemoteRollout:
             ttl_s=config.deadline_s + _SESSION_TTL_S,
         )
         self._session = await self._sessions.open(id, session_config)
-        workspace = self._directory / "workspace"
+        disk = self._directory
+        if self._has_directory:
+            disk = await stack.enter_async_context(context.sandbox.disk(self._directory))
+        workspace = disk / "workspace"
 
         def prepare_workspace() -> PreparedTask | None:
             workspace.mkdir(parents=True)
