@@ -113,6 +113,16 @@ def test_metrics_that_are_not_numbers_fail_the_trial():
     assert [trial.outcome for trial in study.trials()] == [Outcome.METRIC_MISSING, Outcome.CRASHED]
 
 
+def test_a_metric_of_another_name_fails_the_trial_and_is_named():
+    with lw.Study.open(scenario(2), "out") as study:
+        study.tell(study.ask(), {"time": 1.0})
+
+    (trial,) = study.trials()
+    assert (trial.outcome, "the metric 'seconds' is missing" in trial.reason) == (Outcome.METRIC_MISSING, True)
+    assert repr(study) == "<Study 'blocks' in out: 1 trial, 0 ok>"
+    assert study._repr_html_() == "<b>blocks</b> in <code>out</code>: 1 trial, 0 ok"
+
+
 def test_a_study_is_used_inside_its_with_block():
     study = lw.Study.open(scenario(2), "out")
     with pytest.raises(AskTellError, match="the study is not open"):

@@ -195,6 +195,17 @@ def test_progress_is_shown_on_request(tmp_path, capsys, progress, lines):
     assert [line.partition(", 0 cached")[0] for line in err.splitlines()][-1:] == lines
 
 
+def test_mistakes_in_a_call_are_named_by_what_the_caller_wrote(tmp_path):
+    with pytest.raises(TypeError, match="tune needs a function, not 'square'"):
+        lw.tune("square", {"x": [1, 2]}, minimize=True, trials=2, output=tmp_path)
+
+    def square(x):
+        return x * x
+
+    with pytest.raises(lw.ScenarioError, match="'shipped_function:square' takes no argument 'y'"):
+        lw.tune(square, {"x": [1, 2], "y": [1, 2]}, minimize=True, trials=2, output=tmp_path)
+
+
 def test_progress_is_a_bar_on_a_terminal(tmp_path):
     script = "lw.tune(size, {'x': [1, 2]}, minimize=True, trials=2, agent='grid', output='out')"
     outer, inner = pty.openpty()

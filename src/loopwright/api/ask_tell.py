@@ -47,7 +47,7 @@ class AskTell:
     ) -> None:
         self._loaded = load(scenario, set=overrides)
         config = select_run(self._loaded, run)
-        # Whoever measures by hand is asked to measure again only on request.
+        # Measuring by hand takes effort, so confirmation is off unless the scenario asks for it.
         self._config = config.model_copy(update={"confirm": False}) if config.confirm is None else config
         if self._config.kind != "search" or not issubclass(self._config.agent_class or object, SearchAgent):
             problem = Problem("[run.agent] type", "ask and tell need a search agent over a workload, such as tpe.")
@@ -142,7 +142,7 @@ class AskTell:
     async def _settle(self, trial: PendingTrial, result: Result) -> None:
         future = self._pending.get(trial.number)
         if future is None or future.done():
-            raise AskTellError(f"trial {trial.number} is not pending: it was told already, or never asked for")
+            raise AskTellError(f"trial {trial.number} is not pending: it was already told, or never asked for")
         future.set_result(result)
         # Two turns of the event loop: the trial wakes up, then commits and learns without suspending again.
         await asyncio.sleep(0)

@@ -22,7 +22,7 @@ def rollout(
     loop: "str | type[AgentLoop] | AgentLoop | Mapping[str, Any]" = "single_turn",
     judger: "Callable[..., Any] | type[Judger] | Judger | Mapping[str, Any] | None" = None,
     *,
-    engine: str | Engine | EngineConfig | Mapping[str, Any],
+    engine: str | type[Engine] | Engine | EngineConfig | Mapping[str, Any],
     samples: int = 1,
     sampling: Sampling | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
@@ -35,7 +35,7 @@ def rollout(
     A task is a prompt, a row such as `{"prompt": "…", "label": "2"}`, or a Task. The loop is a name, an AgentLoop class
     or object, or a table as in a scenario. The judger is a function of facts such as `answer` and `label`, a Judger
     class or object, or a table; without one, every reward is the number of sampled tokens. The engine is a name such as
-    "tiny" or "smollm2", an Engine (closed at the end), or a table.
+    "tiny" or "smollm2", an Engine class or object (closed at the end), or a table.
 
     Episodes are recorded in `output`, by default a new directory under `out/`, like those of any run.
     """

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import cloudpickle
 
-function = cloudpickle.loads(Path(__file__).with_name("function.pkl").read_bytes())
+{name} = cloudpickle.loads(Path(__file__).with_name("function.pkl").read_bytes())
 '''
 
 
@@ -49,11 +50,13 @@ def write_pickle(function: Callable[..., Any], directory: Path) -> str | None:
         data = cloudpickle.dumps(function)
     except Exception:  # noqa: BLE001  Whatever the captured objects raise, they cannot be shipped.
         return None
+    own_name = getattr(function, "__name__", "")
+    name = own_name if own_name.isidentifier() and not iskeyword(own_name) else "function"
     with storage(directory):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "function.pkl").write_bytes(data)
-        (directory / f"{_MODULE}.py").write_text(_LOADER.format(digest=code_digest(function)))
-    return f"{_MODULE}:function"
+        (directory / f"{_MODULE}.py").write_text(_LOADER.format(name=name, digest=code_digest(function)))
+    return f"{_MODULE}:{name}"
 
 
 def search_path() -> list[str]:

@@ -230,14 +230,17 @@ class Study:
     def _ledger(self) -> Ledger:
         return Ledger.read(self.output / self.run / "ledger.db")
 
-    def __repr__(self) -> str:
+    def _counts(self) -> str:
         with self._ledger() as ledger:
             counts = ledger.counts()
         done = sum(count for name, count in counts.items() if name not in ("running", "cached"))
-        return f"<Study {self.run!r} in {self.output}: {done} trials, {counts.get(Outcome.OK, 0)} ok>"
+        return f"{done} trial{'s' if done != 1 else ''}, {counts.get(Outcome.OK, 0)} ok"
+
+    def __repr__(self) -> str:
+        return f"<Study {self.run!r} in {self.output}: {self._counts()}>"
 
     def _repr_html_(self) -> str:
-        lines = [f"<b>{html.escape(self.run)}</b>: {html.escape(repr(self))}"]
+        lines = [f"<b>{html.escape(self.run)}</b> in <code>{html.escape(str(self.output))}</code>: {self._counts()}"]
         for best in self.front[:5]:
             bounds = evidence(best.interval, best.measurements)
             params = ", ".join(f"{name} = {value!r}" for name, value in best.params.items())

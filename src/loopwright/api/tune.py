@@ -75,6 +75,8 @@ def tune(
 
     Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
     """
+    if not callable(function):
+        raise TypeError(f"tune needs a function, not {function!r}")
     name = re.sub(r"\W+", "-", getattr(function, "__name__", "function")).strip("-") or "function"
     directory = Path(output) if output is not None else _new_directory(name)
     metric, reward = _objective(minimize, maximize)

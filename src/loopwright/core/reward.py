@@ -217,7 +217,10 @@ class Objectives:
 
     def score(self, metrics: Mapping[str, float]) -> Reward | None:
         """One reward with an objective per function; with several, the parts are named after them."""
-        rewards = [function.score(metrics) for function in self.functions]
+        try:
+            rewards = [function.score(metrics) for function in self.functions]
+        except KeyError as error:
+            raise ValueError(f"the metric {error} is missing") from error
         if len(rewards) < 2:
             return rewards[0] if rewards else None
         parts = {label: reward.value for label, reward in zip(self.labels, rewards, strict=True)}
