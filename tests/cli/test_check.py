@@ -87,4 +87,4 @@ def test_a_killed_run_is_in_order(killed):
 
 def test_what_is_not_an_output_directory_is_refused(tmp_path):
     done = call("check", tmp_path)
-    assert (done.returncode, "no ledger found below" in done.stderr) == (1, True)
+    assert (done.returncode, "contains no ledger" in done.stderr) == (1, True)

@@ -117,7 +117,7 @@ def test_a_ledger_that_is_being_written_can_be_compared(loopwright, tmp_path):
 
 def test_compare_names_what_is_missing(loopwright, tmp_path):
     tune(tmp_path / "a")
-    assert "no ledger found below nowhere" in loopwright("compare", "a", "nowhere").stderr
+    assert "nowhere contains no ledger" in loopwright("compare", "a", "nowhere").stderr
     assert "has no search 'x'. Its searches: measure" in loopwright("compare", "a", "a", "--run", "x").stderr
 
 

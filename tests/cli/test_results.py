@@ -63,7 +63,7 @@ def test_the_report_is_rebuilt_from_the_ledgers_alone(loopwright, finished):
 def test_a_directory_without_a_ledger_exits_with_1(loopwright, verb, tmp_path):
     done = loopwright(verb, tmp_path)
     assert done.returncode == 1
-    assert "no ledger found below" in done.stderr
+    assert "contains no ledger" in done.stderr
 
 
 @pytest.mark.parametrize(

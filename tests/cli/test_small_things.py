@@ -1,3 +1,4 @@
+import pytest
 from typer.testing import CliRunner
 
 from loopwright import Reward
@@ -36,6 +37,14 @@ def test_verify_reports_shell_operators_and_constraints_that_nothing_satisfies(t
     assert "no combination of the arguments satisfies them" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "is_refused"),
+    [("sleep {x}; echo {long}", True), ("find {x} -exec cat {long} \\\\;", False), ("echo '{x};' {long}", False)],
+)
+def test_verify_reports_a_semicolon_after_a_word(tmp_path, command, is_refused):
+    assert ("';' needs a shell" in invoke("verify", tmp_path, command).output) is is_refused
+
+
 def test_a_quoted_operator_is_an_argument_and_a_pure_switch_needs_no_place(tmp_path):
     result = invoke("verify", tmp_path, "sh -c 'echo loss=$0 | cat' {x} '|' {long}")
 
@@ -66,3 +75,8 @@ def test_dry_run_shows_noise_services_and_what_a_slot_will_provide(tmp_path):
 def test_rewards_compare_by_value():
     assert Reward(1.0, {"a": 1.0}) < Reward(2.0) <= Reward(2.0, {"b": 2.0})
     assert max(Reward(1.0), Reward(3.0), Reward(2.0)).value == 3.0
+
+
+def test_a_mistyped_verb_is_corrected(loopwright):
+    done = loopwright("resmue", "out")
+    assert (done.returncode, "Did you mean 'resume'" in done.stderr) == (2, True)

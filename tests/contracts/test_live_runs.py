@@ -52,7 +52,7 @@ def test_g07_without_gymnasium_the_package_imports_and_names_the_extra(tmp_path)
     adapter_error, make_error, *load_error_lines = done.stdout.splitlines()
     assert "GymnasiumAdapter needs an extra that is not installed. Run: pip install 'loopwright[rl]'" in adapter_error
     assert "loopwright.make needs an extra" in make_error
-    assert "[run.agent] library: agent 'ppo' needs an extra" in " ".join(load_error_lines)
+    assert "[run.agent] type: agent 'ppo' needs an extra" in " ".join(load_error_lines)
 
 
 @pytest.mark.parametrize("path", ["toy:Server", "toy.Server"])

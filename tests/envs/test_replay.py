@@ -102,7 +102,7 @@ def test_a_ledger_that_is_being_written_can_be_replayed(tmp_path):
 
 
 def test_what_cannot_be_replayed_is_named(tmp_path):
-    with pytest.raises(LedgerError, match="no ledger found below"):
+    with pytest.raises(LedgerError, match="contains no ledger"):
         lw.replay(tmp_path)
 
     def fail(x):

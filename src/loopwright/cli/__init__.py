@@ -48,6 +48,10 @@ _STYLE: dict[str, Any] = {
 class _Verbs(TyperGroup):
     """Imports a verb's module when the verb is used, so that `--help` and the other verbs start at once."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = dict.fromkeys(VERBS)  # type: ignore[assignment]  # compared with a mistyped verb
+
     def list_commands(self, _: Any) -> list[str]:
         return list(VERBS)
 

@@ -10,7 +10,7 @@ def run_ledgers(output: Path, run: str | None = None) -> dict[str, Path]:
     """The ledgers below a directory, by the name of the run; only one if `run` names it."""
     ledgers = {path.parent.name: path for path in sorted(output.glob("*/ledger.db"))}
     if not ledgers:
-        raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
+        raise LedgerError(f"{output} contains no ledger. Give the --output directory of a run.")
     if run is None:
         return ledgers
     if run not in ledgers:

@@ -251,7 +251,8 @@ class CommandTemplate:
         self.names = frozenset(m[1] for word in self._words for m in _PLACEHOLDER.finditer(word) if m[1])
         # With their quotes: a quoted operator is an ordinary argument.
         raw = shlex.split(text, posix=False) if isinstance(text, str) else ()
-        self.operators = sorted(_SHELL_OPERATORS & set(raw))
+        ends = {";" for word in raw if word.endswith(";") and not word.endswith("\\;")}
+        self.operators = sorted(_SHELL_OPERATORS & set(raw) | ends)
         """The unquoted words that only a shell understands."""
 
     @property

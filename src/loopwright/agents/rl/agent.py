@@ -45,13 +45,13 @@ class RlAgent(Agent):
             problems.append(Problem("library", f"{config.type!r} needs {libraries}, not {config.library!r}."))
         package, extra = ("stable_baselines3", "rl") if config.library == "sb3" else ("ray", "ray")
         if not all(map(is_installed, (package, "gymnasium", "torch"))):
-            problems.append(Problem("library", str(MissingExtra(f"agent {config.type!r}", extra))))
+            problems.append(Problem("type", str(MissingExtra(f"agent {config.type!r}", extra))))
         if not config.count_cached:
             problems.append(
                 Problem("count_cached", "a policy learns from cached trials too, so they count; remove it.")
             )
         if missing := missing_packages(config.log):
-            problems.append(Problem("log", f"pip install {' '.join(missing)}"))
+            problems.append(Problem("log", f"is not installed. Run: pip install {' '.join(missing)}"))
         if config.normalize and config.library != "sb3":
             problems.append(Problem("normalize", "needs library = 'sb3'; remove it."))
         if len({*config.seeds}) < len(config.seeds):
