@@ -1,5 +1,6 @@
 """Shared by the contract tests: tiny in-process environments and agents, and whole campaigns from TOML."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class FunctionEnv(SearchEnv):
         directory = directory / "run"
         directory.mkdir(parents=True, exist_ok=True)
         ledger = Ledger.create(directory / "ledger.db")
+        weakref.finalize(self, ledger.close)  # Python 3.13 warns of connections that are not closed
         super().__init__(
             TrialBook("run", directory, ledger, budget=budget, count_cached=count_cached, observers=observers),
             space=space or AnySpace(),

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def trial_book(directory: Path, name: str = "run", **options: Any) -> TrialBook:
     path = folder / "ledger.db"
     ledger = Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "test"})
     ledger.close_episodes()
-    return TrialBook(name, folder, ledger, **options)
+    book = TrialBook(name, folder, ledger, **options)
+    weakref.finalize(book, ledger.close)  # Python 3.13 warns of connections that are not closed
+    return book
 
 
 def search_env(
