@@ -111,7 +111,7 @@ def test_a_good_scenario_is_loaded_completely(loaded):
         ),
         (args("x = [1, 2]\nz = 2026-01-01"), "[run.workload] args", "is not a number, string, boolean, list or table"),
         (args("x = [1, nan]"), "[run.workload] args", "nan is not a finite number"),
-        (args("x = { values = [1, 2], when = 'x == 1' }"), "[run.workload] args", "goes round in a circle"),
+        (args("x = { values = [1, 2], when = 'x == 1' }"), "[run.workload] args", "conditions form a cycle"),
         (
             args("x = ['a', 'b']\nz = { values = [1, 2], when = 'x > 3' }"),
             "[run.workload] args.z",

@@ -48,7 +48,7 @@ class TestConditions:
         assert list(switch.points()) == [{"mode": "a"}, {"mode": "b", "turbo": 9}]
 
     def test_a_cycle_is_named(self):
-        with pytest.raises(ValueError, match="goes round in a circle: a, b"):
+        with pytest.raises(ValueError, match="form a cycle: a, b"):
             space(a={"values": [1, 2], "when": "b == 1"}, b={"values": [1, 2], "when": "a == 1"}, c=[1, 2])
 
     def test_a_condition_without_a_value_does_not_hold(self):

@@ -118,7 +118,7 @@ def run(
     `overwrite` it is deleted first.
     Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
     `server` is the environment of the live run, an object such as a `gymnasium.Env`, stepped in this process and closed
-    at the end. `[run.live]` need not name one then.
+    at the end. `[run.live]` then does not have to name one.
     """
     loaded = load(scenario, set=set, has_server=server is not None)
     directory = Path(output) if output is not None else _new_directory(loaded.scenario.name)

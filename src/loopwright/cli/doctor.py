@@ -97,7 +97,7 @@ def examine(output: Path) -> Iterator[Finding]:
     yield _sandbox("bubblewrap", Bubblewrap().check, "apt-get install bubblewrap, and allow user namespaces")
     obstacle = why_not_sized()
     detail = f"measured, not enforced: {obstacle}" if obstacle else "the kernel enforces a file system for each sandbox"
-    fix = "run as root with e2fsprogs installed, or put TMPDIR on a file system of its own"
+    fix = "run as root with e2fsprogs installed, or put TMPDIR on a separate file system"
     yield Finding("sandbox disk bound", not obstacle, detail, fix)
     yield _sandbox("docker", Docker().check, "start the Docker daemon, and join the group `docker`")
     yield _slurm()

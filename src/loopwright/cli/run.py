@@ -21,7 +21,7 @@ def command(
     *,
     overrides: Overrides = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the campaign that --output contains, and start anew.")
+        bool, typer.Option("--overwrite", help="Delete the campaign that --output contains, and start over.")
     ] = False,
     quiet: Quiet = False,
     json: JsonLines = False,

@@ -32,7 +32,7 @@ class Agent(ABC):
     """Runs against an environment, which the run's kind decides: a search, a live server or rollouts.
 
     An agent that proposes actions one by one extends `SearchAgent`, which has the loop for that. This base is for
-    agents with a loop of their own:
+    agents with their own loop:
 
         class Training(Agent):
             Config = TrainingConfig

@@ -38,7 +38,7 @@ def t_quantile(p: float, freedom: float) -> float:
     if freedom <= 1:
         size = tan(pi / 2 * (1 - tail))
     elif freedom < 2:
-        # Between the closed forms of 1 and 2 degrees of freedom, on the careful side.
+        # Between the closed forms of 1 and 2 degrees of freedom, on the conservative side.
         size = abs(t_quantile(p, 1))
     elif freedom == 2:
         size = sqrt(2 / (tail * (2 - tail)) - 2)

@@ -121,7 +121,7 @@ class Sampling(Config):
         return values
 
     def after(self, sampled: int) -> "Sampling":
-        """The sampling of a turn's rest, of which so many tokens have been sampled."""
+        """The sampling for the rest of a turn, after this many sampled tokens."""
         changes: dict[str, Any] = {"max_tokens": self.max_tokens - sampled}
         if self.guide is not None:
             raise BadSampling("a turn with guided decoding cannot be continued after an interruption: send it again")
@@ -222,7 +222,7 @@ class Engine(ABC):
     Config: ClassVar[type[EngineConfig]] = EngineConfig
     tokenizer: Tokenizer
     max_context: int | None = None
-    """Tokens of a prompt and its turn together; None as long as the engine does not know."""
+    """Tokens of a prompt and its turn together; None until the engine knows."""
 
     def __init__(self, config: Any, scenario_dir: Path) -> None:
         self.config, self.scenario_dir = config, scenario_dir

@@ -28,7 +28,7 @@ class FailConfig(Config):
 class FailureWatch:
     """Counts identical failures from `first`, the first one of this process.
 
-    After a resume it counts on from the ledger, but gives a halted run another chance.
+    After a resume it continues counting from the ledger, but gives a halted run another chance.
     """
 
     def __init__(self, ledger: Ledger, same: int | None, first: Trial) -> None:

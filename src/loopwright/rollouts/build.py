@@ -175,7 +175,7 @@ def _source_runners(
         facts = {"engine": engine.model_dump(mode="json"), "tasks": tasks.fingerprint([name])}
         runners[name] = SourceRunner(
             clients[judger_names[name]],
-            # Loops that share their workers share the slots, too, unless one has a limit of its own.
+            # Loops that share their workers share the slots, too, unless one has its own limit.
             slots.setdefault((pools[loop_names[name]], loop.concurrency), asyncio.Semaphore(loop.concurrency)),
             loop.concurrency,
             loop.total_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
@@ -306,7 +306,7 @@ def ray_builder(what: str, options: RayOptions | None, scenario_dir: Path) -> "R
 def build_judger_client(
     config: JudgerConfig, scenario_dir: Path, ray: RayOptions | None = None, name: str = "judger"
 ) -> JudgerClient:
-    """The client of a judger, in this process or on Ray, and of its parts with workers of their own."""
+    """The client of a judger, in this process or on Ray, and of those of its parts that have their own workers."""
     placements = config.placements(name)
     placed = {key: part for key, part in placements.items() if part.workers and part is not config}
     parts = [build_judger_client(part, scenario_dir, ray, key) for key, part in placed.items()]

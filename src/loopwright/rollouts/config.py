@@ -60,7 +60,7 @@ class RolloutConfig(Config):
     produce: ProduceConfig = ProduceConfig()
     """How groups of rollouts are produced."""
     engines: PlacementConfig = PlacementConfig()
-    """With `workers`: that many engines in Ray actors of their own, shared by all loop workers. Otherwise each loop
+    """With `workers`: that many engines in separate Ray actors, shared by all loop workers. Otherwise each loop
     worker has its own engine."""
 
     def engine_placement(self, gateway: GatewayHostConfig | None) -> PlacementConfig:
@@ -145,7 +145,7 @@ class RolloutConfig(Config):
         return problems or list(dict.fromkeys(p for each in settings.values() for p in each.problems(scenario_dir)))
 
     def _exposed_sources(self, settings: Iterable[SourceSettings], scenario_dir: Path) -> list[Problem]:
-        """Sources that an agent could read, of its own source or another: labels, tests and solutions."""
+        """Sources that an agent could read, its own or another: labels, tests and solutions."""
         loops = {each.loop_key: each.loop for each in settings}
         paths = {each.source.label(): getattr(each.source, "path", None) for each in settings}
         return [

@@ -1,4 +1,4 @@
-"""Engines in Ray actors of their own, shared by all loop workers or gateways of a run."""
+"""Engines in separate Ray actors, shared by all loop workers or gateways of a run."""
 
 import asyncio
 import secrets

@@ -56,7 +56,7 @@ class RunBasics(Config):
     pre: tuple[StepConfig, ...] = ()
     """Commands that run before each trial, in their order. If one fails, so does the trial."""
     post: tuple[StepConfig, ...] = ()
-    """Commands that run after each trial, whatever came of it."""
+    """Commands that run after each trial, whatever its outcome."""
     iterations: int = Field(default=1, ge=1)
     """How often a run without an agent is executed, one after another, until one fails."""
 

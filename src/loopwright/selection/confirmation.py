@@ -55,7 +55,7 @@ def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[
 
 
 def _undominated(trials: Sequence[StoredTrial], weigh: RegimeWeights) -> list[str]:
-    """The action keys that no other one beats in every objective, along the first of these."""
+    """The action keys that no other one beats in every objective, in the order of the first objective."""
     columns = [_scores(trials, weigh, objective) for objective in range(len(trials[0].objectives))]
     front: dict[str, tuple[float, ...]] = {}
     # In falling order of the first objective, only an earlier one can beat a later one.

@@ -43,7 +43,7 @@ class Space:
         while waiting:
             ready = [n for n in waiting if n not in conditions or not conditions[n].names & waiting.keys()]
             if not ready:
-                raise ValueError(f"`when` goes round in a circle: {', '.join(waiting)}")
+                raise ValueError(f"the `when` conditions form a cycle: {', '.join(waiting)}")
             self.tunable.update({name: waiting.pop(name) for name in ready})
         self._conditions.update(conditions)
         self.fixed.update({n: p.value for n, p in self.parameters.items() if isinstance(p, Fixed) and p.when is None})

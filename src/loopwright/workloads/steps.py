@@ -66,7 +66,7 @@ def missing_programs(key: str, steps: Iterable[StepConfig], workload: WorkloadCo
 class SteppedWorkload(Workload):
     """Runs `pre` steps, the workload, and `post` steps.
 
-    The workload runs only if each `pre` step succeeds. The `post` steps run whatever came of it, unless the run is
+    The workload runs only if each `pre` step succeeds. The `post` steps run whatever its outcome, unless the run is
     stopped. A step that fails makes the trial a failure.
     """
 

@@ -1,6 +1,6 @@
-"""Evaluation of a live policy during training: whole episodes on a server of its own, beside those of a random policy.
+"""Evaluation of a live policy during training: whole episodes on a separate server, beside those of a random policy.
 
-Its steps are no trials: they are not part of the budget, and training does not learn from them. Each evaluation uses
+Its steps are not trials: they are not part of the budget, and training does not learn from them. Each evaluation uses
 the same seeds and regimes, so that checkpoints are compared under the same conditions. Requires gymnasium.
 """
 
@@ -48,7 +48,7 @@ class EvaluationEpisodes:
 
 
 class LiveEvaluator:
-    """Evaluates a policy every so many steps, and keeps the best one. One that fails does not end the training."""
+    """Evaluates a policy every `every` steps, and keeps the best one. One that fails does not end the training."""
 
     def __init__(self, env: LiveEnv, config: EvaluationConfig, card: Mapping[str, Any], seed: int) -> None:
         if env.make_server is None:

@@ -236,7 +236,7 @@ def _regimes(driver: Driver) -> list[dict[str, Any]]:
 
 
 class _BatchEvaluator:
-    """Measures the policy of a batch run under every regime, every so many trials, as ordinary trials of the budget."""
+    """Measures the policy of a batch run under every regime at regular intervals, as ordinary trials of the budget."""
 
     def __init__(
         self, driver: Driver, config: EvaluationConfig, until: int, label: str, card: Mapping[str, Any]

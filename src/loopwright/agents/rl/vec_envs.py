@@ -16,7 +16,7 @@ from loopwright.envs.live.env import LiveEnv
 
 
 class RunVecEnv(VecEnv):
-    """What the environments of a run have in common: they are no Python objects that SB3 could reach into."""
+    """What the environments of a run have in common: they are not Python objects that SB3 can reach into."""
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         return [getattr(self, attr_name, None)] * len(list(self._get_indices(indices)))

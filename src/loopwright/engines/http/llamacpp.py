@@ -56,7 +56,7 @@ class LlamaCppEngine(HttpEngine):
         sampled: list[int] = []
         finish: Finish | None = None
         while finish is None:
-            # A grammar starts anew with each request, so a guided turn is one.
+            # A grammar starts over with each request, so a guided turn is a single request.
             count = sampling.max_tokens if sampling.guide else min(_BLOCK, sampling.max_tokens - len(sampled))
             prompt = [*ids, *sampled]
             try:

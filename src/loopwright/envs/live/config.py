@@ -3,7 +3,7 @@
 The server is probed for its spaces and for whether it applies a regime. If its class declares its spaces, they are read
 from there. Otherwise a server is created and closed in a separate process: most environments set their spaces in
 `__init__`, and one created in this process would hold resources (a device, a port, GPU memory) that the run's own
-server needs. A server must therefore allow being created twice.
+server needs. It must therefore be possible to create a server twice.
 """
 
 from collections.abc import Collection, Mapping
@@ -64,7 +64,7 @@ class LiveConfig(Config):
     [run.env_params] to draw per episode. The environment is built again if a drawn one is an argument of its
     constructor; otherwise `reset` must return it in info["env_params"]."""
     isolate: bool | None = None
-    """Whether `env_class` runs in a process of its own (the default), so that its crash costs the episode and not the
+    """Whether `env_class` runs in a separate process (the default), so that its crash costs the episode and not the
     run. In this process a step is faster."""
     envs: int = Field(default=1, ge=1)
     """How many environments an RL agent of Stable-Baselines3 steps together. Each of their steps is a trial."""
@@ -179,7 +179,7 @@ class LiveConfig(Config):
         return ServerSpaces() if self.env_class is None else probe_spaces(self.target(scenario_dir, env_params))
 
     def connect(self, scenario_dir: Path, env_params: Collection[str], *, renders: bool = False) -> list[GymServer]:
-        """As many servers as `envs` says: together in a process of their own, in this one, or connected to.
+        """As many servers as `envs` says: together in a separate process, in this one, or as connections.
 
         With `renders` they are created with `render_mode`.
         """

@@ -20,7 +20,7 @@ OK: Ending = (Outcome.OK, None, "")
 Unfinished = tuple[tuple[Any, ...], dict[str, Any]]
 """The row and the facts of an episode."""
 MAX_IN_A_ROW = 10
-"""So many failed steps of each environment without a good one between them stop the run."""
+"""This many failed steps of each environment, without a good one between them, stop the run."""
 _SHOWN, _MAX_REASONS = 3, 100
 _REWARD_PARTS = '{"parts":{},"more":[]}'
 

@@ -1,4 +1,4 @@
-"""Isolation: an environment in a child process of its own, so that a crash, a hang or a segmentation fault costs the
+"""Isolation: an environment in a separate child process, so that a crash, a hang or a segmentation fault costs the
 episodes in progress and not the run.
 
 One child hosts any number of copies, and one message steps all of them:

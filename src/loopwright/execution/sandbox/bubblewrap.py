@@ -173,7 +173,7 @@ class _Scratch:
 
     @classmethod
     def create(cls, hosts: str, hide: tuple[Path, ...], disk: Path | None = None) -> "_Scratch":
-        """With what commands write to on a disk of its own, if there is one."""
+        """With everything that commands write to on a separate disk, if there is one."""
         own = os.getpid()
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own}-{start_ticks(own)}-"))
         try:

@@ -1,6 +1,6 @@
 """The disk bound of a sandbox: the kernel enforces it by a file system of that size, or its files are measured.
 
-A file system of its own is a sparse image that root mounts for each sandbox. It counts everything: files that are
+A separate file system is a sparse image that root mounts for each sandbox. It counts everything: files that are
 deleted but open, mapped, or in transit between two sockets. Elsewhere `du` measures the directories again and again.
 """
 
@@ -155,7 +155,7 @@ class SizedDisk(Disk):
 
 @cache
 def why_not_sized() -> str:
-    """Why sandboxes have no file systems of their own on this machine; empty if they have. It tries one."""
+    """Why sandboxes cannot have separate file systems on this machine; empty if they can. It tries one."""
     if os.geteuid():
         return "only root can mount a file system"
     try:

@@ -204,7 +204,7 @@ class _Instance(SandboxInstance):
             self._inspect_changes()
 
     def may_link_to(self, inside: PurePosixPath) -> bool:
-        # A system that a command changed may contain links of its own, which lead to the tests.
+        # A system that a command changed may contain new links that lead to the tests.
         return not self._changed_system and super().may_link_to(inside)
 
     def _inspect_changes(self) -> None:

@@ -1,7 +1,7 @@
 """Runs commands as Slurm jobs, follows all of them with one query per interval, and adopts those of a dead process.
 
 Each job has a base name in the run's `jobs` directory: BASE.json says what to run, BASE.done how it ended. A handle
-names the job before it is submitted, so that no moment exists in which a job runs that nobody would find.
+names the job before it is submitted, so that a resumed run finds every job.
 """
 
 import asyncio

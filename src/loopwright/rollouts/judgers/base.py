@@ -142,7 +142,7 @@ class JudgerConfig(PlacementConfig):
         return {}
 
     def placements(self, name: str) -> "dict[str, JudgerConfig]":
-        """What has workers of its own, by its name in messages: the judger, or some that it consists of."""
+        """What has its own workers, by its name in messages: the judger, or some that it consists of."""
         members = self.members().items()
         return {name: self} | {
             path: part for key, member in members for path, part in member.placements(f"{name} {key}").items()

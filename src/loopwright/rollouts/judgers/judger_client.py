@@ -107,7 +107,7 @@ class JudgerClient:
 
 
 class PlacedJudger(GuardedJudger):
-    """A part of another judger with workers of its own, which guard and weigh its verdicts."""
+    """A part of another judger with its own workers, which guard and weigh its verdicts."""
 
     def __init__(self, client: JudgerClient) -> None:
         self.config, self.needs, self.compares = client.config, client.needs, client.compares

@@ -26,7 +26,7 @@ class LoopConfig(PlacementConfig):
     evidence: ClassVar[tuple[str, ...]] = ()
     """The names of the evidence that its episodes contain for judgers."""
     through_gateway: ClassVar[bool] = False
-    """Whether its agents sample through a gateway, so that it needs no engine of its own."""
+    """Whether its agents sample through a gateway, so that it does not need its own engine."""
     type: str
     sampling: Sampling = Sampling()
     """How the policy is sampled."""

@@ -138,7 +138,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 class PolicyDeadline:
     """A timeout whose clock stands still while the rollout only waits for its engine.
 
-    The engine has limits of its own: `engine_timeout_s` without a token, and ten times as much in all.
+    The engine has its own limits: `engine_timeout_s` without a token, and ten times as much in all.
     """
 
     def __init__(self, session: Session, config: LoopConfig) -> None:

@@ -37,7 +37,7 @@ class PlacementConfig(Config):
     """Custom resources of each worker, such as `{ tpu = 1 }`."""
     strategy: Strategy = "PACK"
     """How the workers are placed: `PACK` on few nodes, `SPREAD` over many, `STRICT_PACK` on one node,
-    `STRICT_SPREAD` each on a node of its own."""
+    `STRICT_SPREAD` each on a different node."""
     placement_group: str | None = None
     """The name of an existing placement group, which has a bundle for each worker; otherwise one is created."""
     start_bundle: int = Field(default=0, ge=0)

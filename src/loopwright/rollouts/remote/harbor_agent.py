@@ -1,4 +1,4 @@
-"""Harbor's own agents by name: programs that run in Harbor's interpreter, a virtual environment of its own."""
+"""Harbor's own agents by name: programs that run in Harbor's interpreter, its own virtual environment."""
 
 import subprocess
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ class LoadedTaskset:
 
     def __init__(self, env: str, args: Mapping[str, Any], agent: Mapping[str, Any]) -> None:
         if vf.environment_class(env) is not vf.SingleAgentEnv:
-            raise TasksError(f"{env!r} has an `Env` of its own, with several agents; only tasksets can be used")
+            raise TasksError(f"{env!r} has its own `Env`, with several agents; only tasksets can be used")
         self.env = env
         try:
             self.taskset = vf.load_taskset(vf.taskset_config_type(env).model_validate({**args, "id": env}))

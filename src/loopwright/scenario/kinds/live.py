@@ -73,7 +73,7 @@ class LiveRun(RunKind):
             self._check_evaluation(checker)
 
     def _check_evaluation(self, checker: Checker) -> None:
-        """Report an evaluation that has no environment of its own, and videos without an evaluation."""
+        """Report an evaluation without a separate environment, and videos without an evaluation."""
         evaluates = getattr(self.agent, "evaluation", None) is not None
         if evaluates and checker.has_server:
             reason = "needs a second environment, but server=… is one object; name its class in [run.live] env_class."
@@ -128,6 +128,6 @@ class LiveRun(RunKind):
             renders = live.render_mode is not None
             first.make_server = lambda: one.connect(directory, self.env_params.keys(), renders=renders)[0]
         context.resources.callback(first.close)
-        book.when_ended = first.close  # an agent with a loop of its own may leave it open
+        book.when_ended = first.close  # an agent with its own loop may leave it open
         is_campaign = context.agent_class is not None and issubclass(context.agent_class, SearchAgent)
         return LiveCampaignEnv(first, context.agent.seed) if is_campaign else first

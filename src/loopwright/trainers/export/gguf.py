@@ -134,7 +134,7 @@ class _Vocabulary:
         self._template = template.read_text() if template.is_file() else self._names.get("chat_template")
 
     def write(self, writer: Any, size: int) -> None:
-        """Write it for a model with so many embeddings."""
+        """Write it for a model with this many embeddings."""
         from gguf import TokenType
 
         kinds = dict.fromkeys(self._model["vocab"].values(), TokenType.NORMAL)
