@@ -47,7 +47,10 @@ def tasks(work: Callable[..., object], *arguments: str) -> None:
 
 
 def run() -> list[Ratio]:
-    """Commands and functions, each over the whole spine: ledger, directories, metrics, and the start of the actors."""
+    """Commands and functions, each over the whole spine: ledger, directories, metrics.
+
+    Both sides run in tasks, and so in the same pool of processes, which the first round has warmed for both.
+    """
     ratios = []
     with RayConnection(cpus=CPUS), tempfile.TemporaryDirectory() as directory:
         peers = {

@@ -9,8 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+import ray
 from ray._private import utils
-from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
 from loopwright.execution.ray.connection import RayConnection
@@ -103,8 +103,8 @@ def interrupt(directory: Path, cluster: Cluster) -> None:
     end = end_of(process)
     print(end.out, end.err)
     with RayConnection():
-        alive = [actor["ClassName"] for actor in actors().values() if actor["State"] == "ALIVE"]
-    facts = {"interrupted": end.code, "left": one.left_running(), "actors": alive}
+        wait_for(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+    facts = {"interrupted": end.code, "left": one.left_running()}
     (directory / "gate").touch()
     end = one.call("resume")
     print(end.out, end.err)

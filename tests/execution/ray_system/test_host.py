@@ -1,54 +1,221 @@
-"""What an actor does, without a cluster."""
+"""A host and its driver over a real connection, without a cluster."""
 
 import asyncio
+import os
+import subprocess
+from contextlib import asynccontextmanager
 
-from loopwright.execution.base import Command
-from loopwright.execution.ray.host import HostRunner, HostSettings
+import pytest
 
-SETTINGS = HostSettings(files="shared", output_bytes=1000, grace_s=1.0, artifact_bytes=1000, gpus=0)
+from loopwright.core.errors import ClusterError
+from loopwright.execution.base import Command, FunctionCall
+from loopwright.execution.ray.channel import Listener, connect
+from loopwright.execution.ray.host import HostSettings, Package, TrialHost
+from loopwright.execution.ray.transfer import pack
+from loopwright.testing.executors import alive, appears, command, written_pid
+
+LIMIT_BYTES = 1 << 20
+
+
+class Driver:
+    """The driver's end: sends messages, and collects what comes back."""
+
+    def __init__(self, listener):
+        self.messages, self.disconnected = asyncio.Queue(), asyncio.Event()
+        self.key = listener.expect(self)
+
+    def on_connect(self, channel):
+        self.channel = channel
+
+    def on_message(self, message):
+        self.messages.put_nowait(message)
+
+    def on_end(self):
+        self.disconnected.set()
+
+    async def answer(self, *message):
+        self.channel.send(message)
+        return await self.messages.get()
+
+
+@asynccontextmanager
+async def host(files="shared"):
+    """A host in this process, and its driver; the task ends without an error."""
+    listener = Listener("127.0.0.1")
+    driver = Driver(listener)
+    settings = HostSettings(files, output_bytes=LIMIT_BYTES, grace_s=1.0, artifact_bytes=LIMIT_BYTES, gpus=0)
+    driver.task = asyncio.ensure_future(TrialHost(settings).serve(listener.address, driver.key, "/nowhere"))
+    try:
+        driver.place = await driver.messages.get()
+        yield driver
+        driver.channel.send(("close",))
+        await asyncio.wait_for(driver.task, 20)
+        await driver.disconnected.wait()
+    finally:
+        await listener.close()
+
+
+def sleep(directory, name, seconds):
+    (directory / name).mkdir()
+    return command(directory / name, f"echo $$ > pid; exec sleep {seconds}")
 
 
 def test_a_late_cancel_ends_no_other_trial(tmp_path):
-    """Given two trials one after another, a cancel of the first ends that one only, also if it comes late or early."""
+    """Given two trials one after another, a cancel of the first ends that one only, at once or late."""
 
-    def sleep(name: str, seconds: str) -> Command:
-        directory = tmp_path / name
-        directory.mkdir()
-        environment = {"PATH": "/bin:/usr/bin"}
-        return Command(
-            ("sleep", seconds), directory, environment, directory / "stdout", directory / "stderr", None, name
-        )
-
-    async def main() -> None:
-        runner = HostRunner(SETTINGS)
-        await runner.start("")
-        first = asyncio.ensure_future(runner.use("first", sleep("first", "60"), None))
-        await asyncio.sleep(0.2)
-        runner.cancel("first")
-        assert (await first).cancelled
-        second = asyncio.ensure_future(runner.use("second", sleep("second", "0.5"), None))
-        await asyncio.sleep(0.1)
-        runner.cancel("first")
-        assert (await second).value.exit_code == 0
-        runner.cancel("third")
-        assert (await runner.use("third", sleep("third", "60"), None)).cancelled
-        await runner.close()
+    async def main():
+        async with host() as driver:
+            driver.channel.send(("use", "first", sleep(tmp_path, "first", 60), None))
+            assert (await driver.answer("cancel", "first")).cancelled
+            driver.channel.send(("use", "second", sleep(tmp_path, "second", 60), None))
+            await appears(tmp_path / "second/pid")
+            assert (await driver.answer("cancel", "second")).cancelled
+            assert not alive(written_pid(tmp_path / "second/pid"))
+            driver.channel.send(("use", "third", sleep(tmp_path, "third", 0.3), None))
+            assert (await driver.answer("cancel", "second")).value.exit_code == 0
 
     asyncio.run(main())
 
 
 def test_a_trial_may_be_sent_as_what_differs_from_the_last_one(tmp_path):
-    """Given the changes only, a command keeps all else of the last one, with the environment of this actor."""
+    """Given the changes only, a command keeps all else of the last one, with the environment of this host."""
 
-    async def main() -> None:
-        runner = HostRunner(SETTINGS)
-        await runner.start("")
-        script = ("sh", "-c", 'echo "$NAME $0"', "first")
-        command = Command(script, tmp_path, {"NAME": "mine"}, tmp_path / "stdout", tmp_path / "stderr")
-        await runner.use("first", command, None)
-        assert (tmp_path / "stdout").read_text() == "mine first\n"
-        await runner.use("second", {"argv": (*script[:3], "second")}, None)
-        assert (tmp_path / "stdout").read_text() == "mine second\n"
-        await runner.close()
+    async def main():
+        async with host() as driver:
+            script = ("sh", "-c", 'echo "$NAME $0"', "first")
+            first = Command(script, tmp_path, {"NAME": "mine"}, tmp_path / "stdout", tmp_path / "stderr")
+            await driver.answer("use", "1", first, None)
+            assert (tmp_path / "stdout").read_text() == "mine first\n"
+            await driver.answer("use", "2", {"argv": (*script[:3], "second")}, None)
+            assert (tmp_path / "stdout").read_text() == "mine second\n"
 
+    asyncio.run(main())
+
+
+def test_c01_a_host_that_shares_no_files_returns_what_a_trial_wrote(tmp_path):
+    """Given packed inputs and modules, a call and a command run in a directory of the node, which is deleted."""
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs/size").write_text("7")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/mine.py").write_text("def work(n):\n    return {'y': n + int(open('size').read())}\n")
+    package = Package(pack(tmp_path / "inputs", LIMIT_BYTES), (pack(tmp_path / "modules", LIMIT_BYTES),))
+    call = FunctionCall(
+        function="mine:work",
+        path=(tmp_path / "elsewhere",),
+        arguments={"n": 1},
+        environment={"PATH": os.defpath},
+        directory=tmp_path / "trial",
+        parameters=b"{}",
+    )
+
+    async def main():
+        async with host("auto") as driver:
+            assert driver.place[1] is False
+            answer = await driver.answer("use", "1", call, package)
+            assert answer.value.value == {"y": 8}
+            assert b"parameters.json" in answer.files
+            assert b"size" not in answer.files
+            there = command(tmp_path / "trial", f"pwd; cat {tmp_path}/trial/size; echo made > made")
+            answer = await driver.answer("use", "2", there, package)
+            assert answer.value.exit_code == 0
+            assert b"made" in answer.files
+        assert not (tmp_path / "trial").exists()
+
+    asyncio.run(main())
+
+
+def test_c03_a_full_disk_of_the_node_is_its_fault(tmp_path, monkeypatch):
+    """Given inputs that cannot be written, the trial is lost to the infrastructure, and the next one runs."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    async def main():
+        async with host("copy") as driver:
+            monkeypatch.setattr("loopwright.execution.ray.host.unpack", full)
+            answer = await driver.answer("use", "1", command(tmp_path, "true"), Package())
+            assert (answer.infra, answer.error) == (True, "[Errno 28] No space left on device")
+            monkeypatch.undo()
+            empty = Package(pack(tmp_path, LIMIT_BYTES))
+            assert (await driver.answer("use", "2", command(tmp_path, "true"), empty)).value.exit_code == 0
+
+    asyncio.run(main())
+
+
+def test_s13_a_host_ends_its_trial_when_its_driver_is_gone(tmp_path):
+    """Given a driver that disconnects in the middle of a trial, the trial is killed and the task ends."""
+
+    async def main():
+        async with host() as driver:
+            driver.channel.send(("use", "1", sleep(tmp_path, "trial", 60), None))
+            await appears(tmp_path / "trial/pid")
+            driver.channel.close()
+            await asyncio.wait_for(asyncio.shield(driver.task), 20)
+            assert not alive(written_pid(tmp_path / "trial/pid"))
+            driver.channel.send = lambda _: None
+
+    asyncio.run(main())
+
+
+def test_neither_end_reads_what_a_stranger_sends():
+    """Given a peer without the key, a driver disconnects it, and a host does not connect to it."""
+
+    async def main():
+        listener = Listener("127.0.0.1")
+        driver = Driver(listener)
+        reader, writer = await asyncio.open_connection(*listener.address)
+        writer.write(bytes(16) + b"cos\nsystem\n")
+        assert await reader.read() == b""
+        writer.close()
+
+        async def pretend(_, writer):
+            writer.write(bytes(16))
+            writer.close()
+
+        impostor = await asyncio.start_server(pretend, "127.0.0.1", 0)
+        with pytest.raises(ConnectionRefusedError):
+            await connect(impostor.sockets[0].getsockname(), driver.key, driver)
+        impostor.close()
+        await listener.close()
+        assert driver.messages.empty()
+
+    asyncio.run(main())
+
+
+def test_a_host_that_cannot_connect_names_both_ends():
+    """Given a closed port, the task says which node could not reach which address."""
+
+    async def main():
+        listener = Listener("127.0.0.1")
+        driver, (address, port) = Driver(listener), listener.address
+        await listener.close()
+        settings = HostSettings("auto", LIMIT_BYTES, 1.0, LIMIT_BYTES, 0)
+        with pytest.raises(ClusterError, match=rf"cannot connect to the driver at {address}:{port}: "):
+            await TrialHost(settings).serve((address, port), driver.key, "")
+
+    asyncio.run(main())
+
+
+def test_a_channel_uses_the_certificates_of_ray(tmp_path, monkeypatch):
+    """Given Ray's TLS, trials go over it too, and a peer without a certificate is not heard."""
+    names = {"RAY_TLS_SERVER_CERT": "cert", "RAY_TLS_SERVER_KEY": "key", "RAY_TLS_CA_CERT": "cert"}
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=ray"]
+    subprocess.run(
+        [*make, "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True, timeout=60
+    )
+
+    async def main():
+        async with host() as driver:
+            tls = driver.channel._transport.get_extra_info("ssl_object")
+            assert tls.version() == "TLSv1.3"
+            assert (await driver.answer("use", "1", command(tmp_path, "true"), None)).value.exit_code == 0
+            address = driver.channel._transport.get_extra_info("sockname")
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(driver.key)
+            assert driver.key[16:] not in await reader.read()
+            writer.close()
+
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    for name, file in names.items():
+        monkeypatch.setenv(name, str(tmp_path / file))
     asyncio.run(main())

@@ -4,10 +4,10 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import ray
 from ray._private import ray_constants, services
@@ -21,58 +21,28 @@ _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 class RayConnection:
     """A use of Ray. If Ray was started here, it is shut down when its last user closes.
 
-    While a connection lingers between users, idle actors are kept for the next one. One that wants others ends them,
-    since they hold resources.
+    While a connection lingers between users, Ray's workers stay warm for the next one.
     """
 
     _users = 0
     _started_here = False
     _lingers = False
     _runtime_env: Mapping[str, Any] | None = None
-    _idle_key: Hashable = None
-    _idle_actors: ClassVar[list[Any]] = []
 
     def __init__(
-        self,
-        cpus: int | None = None,
-        address: str | None = None,
-        runtime_env: Mapping[str, Any] | None = None,
-        actors: Hashable = None,
+        self, cpus: int | None = None, address: str | None = None, runtime_env: Mapping[str, Any] | None = None
     ) -> None:
-        """`actors` describes the idle actors that this user can use again."""
         self._open = True
         if not ray.is_initialized():
             _init(cpus, address, runtime_env)
             RayConnection._started_here, RayConnection._users = True, 0
-            RayConnection._runtime_env, RayConnection._idle_key = runtime_env, None
-            RayConnection._idle_actors.clear()
+            RayConnection._runtime_env = runtime_env
         elif runtime_env and runtime_env != RayConnection._runtime_env:
             raise ClusterError(
                 "this process is connected to Ray with another runtime_env. Shut that connection down first "
                 "(ray.shutdown()), or remove `runtime_env` from [system]."
             )
-        else:
-            self._end_other_actors(actors)
         RayConnection._users += 1
-
-    def take_actor(self) -> Any:
-        """An idle actor that an earlier user has kept, or None."""
-        return RayConnection._idle_actors.pop() if RayConnection._idle_actors else None
-
-    def keep_actor(self, actor: Any, key: Hashable) -> None:
-        """Keep an idle actor for the next user, if the connection lingers; otherwise end it."""
-        if RayConnection._started_here and RayConnection._lingers:
-            self._end_other_actors(key)
-            RayConnection._idle_actors.append(actor)
-        else:
-            ray.kill(actor)
-
-    @classmethod
-    def _end_other_actors(cls, key: Hashable) -> None:
-        if key != cls._idle_key:
-            cls._idle_key = key
-            while cls._idle_actors:
-                ray.kill(cls._idle_actors.pop())
 
     @classmethod
     @contextmanager
@@ -83,8 +53,6 @@ class RayConnection:
             yield
         finally:
             cls._lingers = False
-            if ray.is_initialized():
-                cls._end_other_actors(None)
             cls._end_if_unused()
 
     def close(self) -> None:
@@ -98,7 +66,6 @@ class RayConnection:
     def _end_if_unused(cls) -> None:
         if cls._users == 0 and cls._started_here and not cls._lingers:
             cls._started_here = False
-            cls._idle_actors.clear()
             ray.shutdown()
 
     def __enter__(self) -> Self:

@@ -1,108 +1,167 @@
-"""Runs commands and calls in Ray actors, one per trial in flight, which die with this process.
+"""Runs commands and calls on Ray. Each trial in flight has a host: a task on a node, which dies with this process.
 
-An actor holds its resources for the whole run, so that no trial waits for a new process, and the next run of the
-scenario uses it again. A trial whose actor dies is lost; the next one gets a new actor, on any node that has room.
+A host holds its resources for the whole run, so that no trial waits for a new process. Ray places hosts and ends them;
+trials go over a channel. A trial whose host is lost is lost; the next one gets a new host, on any node that has room.
 """
 
 import asyncio
 import logging
-import pickle
 import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import LocalRayletDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import CallExecutor, CallResult, Command, Completion, Executor, FunctionCall, OnStart
+from loopwright.execution.ray.channel import ChannelUser, HostChannel, Listener
 from loopwright.execution.ray.connection import RayConnection, find_shortage
-from loopwright.execution.ray.host import HostAnswer, HostSettings, Package, TrialHost
+from loopwright.execution.ray.host import HostAnswer, HostSettings, Package, serve
 from loopwright.execution.ray.options import RayOptions
 from loopwright.execution.ray.transfer import pack, unpack
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
-"""After how long without any actor we say that the cluster has no room."""
+"""After how long without any host we say that the cluster has no room."""
 _POLL_S = 0.5
 _MAX_STARTS = 8
-"""How many actors may die in a row before one was ready."""
-_Actor: Any = ray.remote(concurrency_groups={"control": 1})(TrialHost)  # type: ignore[call-overload]
+"""How many hosts may die in a row before one was ready."""
+_EXPLAIN_S = 5.0
+"""How long Ray may take to say why a host is lost."""
+_task: Any = ray.remote(max_retries=0, max_calls=0)(serve)
 
 
-@dataclass(eq=False)
-class Host:
-    """An actor that is ready for trials."""
+class HostLost(ConnectionError):
+    """A host has disconnected, or its task has ended."""
 
-    actor: Any
+
+_DEATHS = HostLost, NodeDiedError, WorkerCrashedError, OutOfMemoryError, LocalRayletDiedError
+
+
+class Host(ChannelUser):
+    """The driver's view of a host. It runs one trial at a time."""
+
     node: str
     shares_files: bool
-    last: Command | FunctionCall | None = None
-    """The last trial that it was given."""
+    _channel: HostChannel
 
-    def message(self, key: str, work: Command | FunctionCall) -> bytes:
-        """A trial, or what differs from the last one: most of it is the same in the whole run."""
-        last, self.last = self.last, work
-        if last is None:
-            return pickle.dumps((key, work))
-        # Arguments always: 1, 1.0 and True are equal.
-        changes = {name: new for name, new in vars(work).items() if name == "arguments" or new != getattr(last, name)}
-        return pickle.dumps((key, changes))
+    def __init__(self, listener: Listener, submit: Callable[[bytes], Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.is_lost = False
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.answer: asyncio.Future[HostAnswer] | None = None
+        """How its trial ends."""
+        self._last: Command | FunctionCall | None = None
+        self._task = submit(listener.expect(self))
+        self.ended: asyncio.Future[None] = asyncio.wrap_future(self._task.future())
+        self.ended.add_done_callback(lambda _: self.on_end())
+
+    def use(self, key: str, work: Command | FunctionCall, package: Package | None) -> "asyncio.Future[HostAnswer]":
+        """Start a trial: send it, or what differs from the last one, since most of it is the same in the whole run."""
+        last, self._last = self._last, work
+        message: object = work
+        if last is not None:
+            # Arguments always: 1, 1.0 and True are equal.
+            message = {
+                name: new for name, new in vars(work).items() if name == "arguments" or new != getattr(last, name)
+            }
+        self._channel.send(("use", key, message, package))
+        return self.await_answer()
+
+    def await_answer(self) -> "asyncio.Future[HostAnswer]":
+        """How its trial ends; again, if the last future was cancelled. HostLost if the host is lost meanwhile."""
+        self.answer = self._loop.create_future()
+        if self.is_lost:
+            self.on_end()
+        return self.answer
+
+    def send(self, *message: str) -> None:
+        """Send a message that is not about a new trial; safe in a signal handler."""
+        if not self.is_lost:
+            self._loop.call_soon_threadsafe(self._channel.send, message)
+
+    def kill(self) -> None:
+        """End the task without its help, if it has not ended."""
+        if not self.ended.done():
+            ray.cancel(self._task, force=True)
+            self.ended.cancel()
+
+    async def explain(self) -> BaseException | None:
+        """Why the host was lost, if Ray knows."""
+        await asyncio.wait([self.ended], timeout=_EXPLAIN_S)
+        return self.ended.exception() if self.ended.done() and not self.ended.cancelled() else None
+
+    def on_connect(self, channel: HostChannel) -> None:
+        self._channel = channel
+
+    def on_message(self, message: Any) -> None:
+        if not self.ready.done():
+            self.node, self.shares_files = message
+            self.ready.set_result(None)
+        elif self.answer is not None and not self.answer.done():
+            self.answer.set_result(message)
+
+    def on_end(self) -> None:
+        self.is_lost = True
+        for future in (self.ready, self.answer):
+            if future is not None and not future.done():
+                future.set_exception(HostLost())
+                future.exception()  # it may be that nobody asks
 
 
 class HostPool:
-    """Up to `parallel` actors, started when they are needed. A trial gets whichever is free first."""
+    """Up to `parallel` hosts, started when they are needed. A trial gets whichever is free first."""
 
     def __init__(self, system: RayOptions, directory: Path, gpus: int) -> None:
         self._system, self._request = system, dict(system.request(gpus))
-        settings = HostSettings(
+        self._settings = HostSettings(
             files=system.files,
             output_bytes=system.output,
             grace_s=system.grace_s,
             artifact_bytes=system.artifacts,
             gpus=self._request.get("GPU", 0),
         )
-        self._settings, self._key = settings, (*self._request.items(), system.strategy, settings)
-        self._connection = RayConnection(None, system.address, system.runtime_env, self._key)
+        self._connection = RayConnection(None, system.address, system.runtime_env)
+        self._listener: Listener | None = None
         token = directory / f".ray-{uuid.uuid4().hex}"
         with storage(token):
             directory.mkdir(parents=True, exist_ok=True)
             token.touch()
         self._token = token
         self._hosts: set[Host] = set()
-        """All actors that are ready: idle, or in use."""
+        """All hosts that are ready: idle, or in use."""
         self._idle: list[Host] = []
+        self._busy: set[Host] = set()
         self._waiting: deque[asyncio.Future[Host]] = deque()
-        self._busy: dict[Host, asyncio.Future[Any]] = {}
         self._failed_starts = 0
         self._starting: set[asyncio.Task[Host]] = set()
         self._module_packs: dict[tuple[Path, ...], tuple[bytes, ...]] = {}
 
     async def use(self, work: Command | FunctionCall, on_start: OnStart, package: Callable[[], Package]) -> Any:
-        """Run a command or a call on an actor; returns how it ended."""
+        """Run a command or a call on a host; returns how it ended."""
         host = await self._acquire()
         key = uuid.uuid4().hex
         try:
             on_start(f"ray:{host.node}:{key}")
-            files = () if host.shares_files else (package(),)
-            done = asyncio.wrap_future(host.actor.use.remote(host.message(key, work), *files).future())
-            self._busy[host] = done
-            answer = await self._wait(host, key, done)
-        except RayActorError as error:
+            self._busy.add(host)
+            answer = await self._wait(host, key, host.use(key, work, None if host.shares_files else package()))
+        except HostLost:
+            cause = await host.explain()
             self._drop(host)
-            cause = str(error).strip().splitlines()[-1][:300]
-            raise LaunchError(f"the trial was lost with its Ray actor on {host.node}: {cause}", infra=True) from error
-        except RayTaskError as error:
-            if isinstance(error.cause, OSError):
-                raise LaunchError(f"Ray node {host.node}: {error.cause}", infra=True) from error
-            raise
+            if isinstance(cause, RayTaskError):
+                raise cause from None
+            reason = "it disconnected" if cause is None else _last_line(cause)
+            raise LaunchError(f"the trial was lost with its host on {host.node}: {reason}", infra=True) from cause
         finally:
-            self._busy.pop(host, None)
+            self._busy.discard(host)
             self._release(host)
+        if answer.cancelled:
+            raise LaunchError(f"the trial was ended on Ray node {host.node}", infra=True, cancelled=True)
         if answer.error:
             where = f"Ray node {host.node}: " if answer.infra else ""
             raise LaunchError(f"{where}{answer.error}", infra=answer.infra)
@@ -111,22 +170,20 @@ class HostPool:
                 unpack(answer.files, work.directory)
         return answer.value
 
-    async def _wait(self, host: Host, key: str, done: "asyncio.Future[bytes]") -> HostAnswer:
-        """The answer of an actor. If cancelled, end the trial there first."""
+    async def _wait(self, host: Host, key: str, answer: "asyncio.Future[HostAnswer]") -> HostAnswer:
+        """The answer of a host. If cancelled, end the trial there first."""
         try:
-            answer: HostAnswer = pickle.loads(await asyncio.shield(done))  # noqa: S301  From our own actor.
+            return await answer
         except asyncio.CancelledError:
-            if not done.done():
-                host.actor.cancel.remote(key)
-            while not done.done():
+            if answer.cancelled():
+                answer = host.await_answer()
+                host.send("cancel", key)
+            while not answer.done():
                 with suppress(asyncio.CancelledError):  # a second one changes nothing
-                    await asyncio.wait([done])
-            if isinstance(done.exception(), RayActorError):
+                    await asyncio.wait([answer])
+            if answer.exception() is not None:
                 self._drop(host)
             raise
-        if answer.cancelled:
-            raise LaunchError(f"the trial was ended on Ray node {host.node}", infra=True, cancelled=True)
-        return answer
 
     def modules(self, paths: tuple[Path, ...]) -> tuple[bytes, ...]:
         """The Python files of a function's path, for nodes that do not see them."""
@@ -138,35 +195,34 @@ class HostPool:
     def kill_all(self) -> None:
         """End all trials now."""
         for host in list(self._busy):
-            host.actor.kill_all.remote()
+            host.send("kill")
 
     async def close(self) -> None:
-        """End all trials and actors."""
+        """End all trials and hosts."""
         self.kill_all()
-        if self._busy:
-            await asyncio.wait(list(self._busy.values()))
+        if answers := [host.answer for host in self._busy if host.answer is not None]:
+            await asyncio.wait(answers)
         for task in list(self._starting):
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        hosts, self._idle = self._idle, []
-        closing = [asyncio.wrap_future(host.actor.close.remote().future()) for host in hosts]
-        if closing:
-            await asyncio.wait(closing, timeout=self._settings.grace_s + 5)
-            for future in closing:
-                future.cancel()
-        for host, future in zip(hosts, closing, strict=True):
-            if future.cancelled() or future.exception() is not None:
-                ray.kill(host.actor)
-            else:
-                self._connection.keep_actor(host.actor, self._key)
+        for host in self._hosts:
+            host.send("close")
+        if self._hosts:
+            await asyncio.wait([host.ended for host in self._hosts], timeout=self._settings.grace_s + 5)
+        for host in self._hosts:
+            host.kill()
+        if self._listener is not None:
+            await self._listener.close()
         self._token.unlink(missing_ok=True)
         self._connection.close()
 
-    # -- actors -------------------------------------------------------------------------------------------------
+    # -- hosts --------------------------------------------------------------------------------------------------
 
     async def _acquire(self) -> Host:
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            if not (host := self._idle.pop()).is_lost:
+                return host
+            self._drop(host)
         future: asyncio.Future[Host] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._start_missing()
@@ -186,17 +242,16 @@ class HostPool:
             if not future.done():
                 future.set_result(host)
                 return
-        # Last in, first out: the most recently used actor has a warm worker.
+        # Last in, first out: the most recently used host has a warm worker.
         self._idle.append(host)
 
     def _drop(self, host: Host) -> None:
-        """Forget an actor that is dead; one that only seems so is killed."""
+        """Forget a host that is lost, and end it if it is not."""
         self._hosts.discard(host)
-        with suppress(Exception):
-            ray.kill(host.actor)
+        host.kill()
 
     def _start_missing(self) -> None:
-        """Start as many actors as there are trials that wait, and room for."""
+        """Start as many hosts as there are trials that wait, and room for."""
         waiting = sum(not future.done() for future in self._waiting)
         room = self._system.parallel - len(self._hosts)
         for _ in range(min(waiting, room) - len(self._starting)):
@@ -212,49 +267,48 @@ class HostPool:
             self._failed_starts = 0
             self._hosts.add(task.result())
             self._release(task.result())
-        elif isinstance(error, RayActorError) and (failures := self._failed_starts) < _MAX_STARTS:
+        elif isinstance(error, _DEATHS) and (failures := self._failed_starts) < _MAX_STARTS:
             self._failed_starts = failures + 1
             self._start_missing()  # its node was lost meanwhile
         else:
-            if isinstance(error, RayActorError):
-                cause = str(error).strip().splitlines()[-1]
-                error = ClusterError(f"no trial can run on this Ray cluster: its actors die as they start: {cause}")
+            if type(error) is not ClusterError:  # Ray's copy of one is a subclass, with a traceback as its text
+                error = ClusterError(f"no trial can run on this Ray cluster: {_last_line(error)}")
             while self._waiting:
                 if not (future := self._waiting.popleft()).done():
                     future.set_exception(error)
 
     async def _start(self) -> Host:
-        """Start an actor and wait until it is ready. ClusterError if no node can ever have it."""
-        actor = self._connection.take_actor() or await self._create()
-        ready = asyncio.wrap_future(actor.start.remote(str(self._token)).future())
-        try:
-            done, _ = await asyncio.wait([ready], timeout=_PATIENCE_S)
-            if not done and not self._hosts:
-                log.warning("waiting for room on the Ray cluster: each trial takes %s", self._request)
-            return Host(actor, *await asyncio.shield(ready))
-        except RayTaskError as error:
-            cause = str(error.cause or error).strip().splitlines()[-1]
-            raise ClusterError(f"no trial can run on this Ray cluster: {cause}.") from error
-        except BaseException:
-            with suppress(Exception):
-                ray.kill(actor)
-            ready.add_done_callback(lambda future: future.cancelled() or future.exception())
-            raise
-
-    async def _create(self) -> Any:
+        """Start a host and wait until it is ready. ClusterError if no node can ever have it."""
         await self._check_size()
         amounts = dict(self._request)
-        return _Actor.options(
+        task = _task.options(
             num_cpus=amounts.pop("CPU", 0),
             num_gpus=amounts.pop("GPU", 0),
             memory=amounts.pop("memory", None),
             resources=amounts,
             scheduling_strategy="SPREAD" if self._system.strategy == "SPREAD" else "DEFAULT",
-            max_restarts=0,
-        ).remote(self._settings)
+            name="loopwright trials",
+        )
+        if self._listener is None:
+            self._listener = Listener(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        where, token = self._listener.address, str(self._token)
+        host = Host(self._listener, lambda key: task.remote(self._settings, where, key, token))
+        try:
+            done, _ = await asyncio.wait([host.ready], timeout=_PATIENCE_S)
+            if not done and not self._hosts:
+                log.warning("waiting for room on the Ray cluster: each trial takes %s", self._request)
+            await asyncio.shield(host.ready)
+        except HostLost as lost:
+            cause = await host.explain()
+            host.kill()
+            raise cause or lost from None
+        except BaseException:
+            host.kill()
+            raise
+        return host
 
     async def _check_size(self) -> None:
-        """Wait until a node is large enough for an actor, free or not."""
+        """Wait until a node is large enough for a host, free or not."""
         for _ in range(int(self._system.wait_s / _POLL_S) + 1):
             if not (shortage := find_shortage(self._request)):
                 return
@@ -301,3 +355,9 @@ class RayCalls(CallExecutor):
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+def _last_line(error: BaseException) -> str:
+    """What an error of Ray says in the end; before that is a traceback."""
+    text = str(getattr(error, "cause", None) or error).strip()
+    return text.splitlines()[-1][:300] if text else type(error).__name__

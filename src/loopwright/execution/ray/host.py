@@ -1,31 +1,30 @@
-"""The node's side: an actor that runs commands and calls as local processes, and ends what it started."""
+"""The node's side: a Ray task that runs commands and calls as local processes, and ends what it started."""
 
 import asyncio
-import ctypes
 import os
-import pickle
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from loopwright.core.errors import LaunchError, StorageError
+from loopwright.core.errors import ClusterError, LaunchError, StorageError
 from loopwright.execution.base import CallResult, Command, Completion, FunctionCall
 from loopwright.execution.files import remove
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.local.reaper import Reaper
 from loopwright.execution.local.worker_pool import WorkerPool
+from loopwright.execution.ray.channel import ChannelUser, HostChannel, connect
 from loopwright.execution.ray.transfer import Stamps, pack, stamps, unpack
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """How an actor runs trials; actors with the same settings are used for several runs."""
+    """How a host runs trials."""
 
     files: str
     output_bytes: int
@@ -55,99 +54,133 @@ class HostAnswer:
     cancelled: bool = False
 
 
-class HostRunner:
-    """Runs one trial at a time on the actor's event loop, for one run after another."""
+class TrialHost(ChannelUser):
+    """Runs one trial at a time for a driver, until the driver closes the connection."""
 
-    _executor: LocalExecutor
-    _pool: WorkerPool
-    _reaper: Reaper
+    _channel: HostChannel
+    _last: Command | FunctionCall
 
     def __init__(self, settings: HostSettings) -> None:
         self._settings = settings
-        self._key = ""
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled: set[str] = set()
-        self._last: Command | FunctionCall
-
-    async def start(self, token: str) -> tuple[str, bool]:
-        """Prepare for a run."""
-        _shield_children()
-        settings = self._settings
         self._executor = LocalExecutor(output_bytes=settings.output_bytes, grace_s=settings.grace_s)
         self._pool = WorkerPool(1, output_bytes=settings.output_bytes, grace_s=settings.grace_s)
         self._reaper = Reaper("ray", detached=True)
-        self._reaper.start()
-        self._cancelled = set()
-        sees = settings.files == "shared" or (
-            settings.files == "auto" and Path(token).exists()  # noqa: ASYNC240  A local look.
-        )
-        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return address, sees
+        self._key = ""
+        self._trial: asyncio.Task[HostAnswer] | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def use(self, key: str, work: Any, package: Package | None) -> HostAnswer:
-        """Run a command or call a function: a whole one, or what differs from the last one."""
+    async def serve(self, address: tuple[str, int], key: bytes, token: str) -> None:
+        """Connect to the driver, and run trials. The driver has put the token into the run's directory."""
+        node, files = ray.util.get_node_ip_address(), self._settings.files  # type: ignore[no-untyped-call]
+        try:
+            await connect(address, key, self)
+        except OSError as error:
+            reason = error.strerror or str(error) or "no answer"
+            raise ClusterError(f"{node} cannot connect to the driver at {address[0]}:{address[1]}: {reason}") from error
+        try:
+            self._reaper.start()
+            sees_token = files == "auto" and Path(token).exists()  # noqa: ASYNC240  A local look.
+            self._channel.send((node, files == "shared" or sees_token))
+            await self._ended
+        finally:
+            await self._executor.close()
+            await self._pool.close()
+            self._reaper.close()
+            self._channel.close()
+
+    # -- messages of the driver ---------------------------------------------------------------------------------
+
+    def on_connect(self, channel: HostChannel) -> None:
+        self._channel = channel
+
+    def on_message(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case "use", key, work, package:
+                self._use(key, work, package)
+            case "cancel", key if key == self._key and self._trial is not None:
+                self._trial.cancel()  # it is then answered
+            case ("kill",):
+                self._executor.kill_all()
+                self._pool.kill_all()
+            case ("close",) if not self._ended.done():
+                self._ended.set_result(None)
+
+    def _use(self, key: str, work: Any, package: Package | None) -> None:
+        """Start a command or a call: a whole one, or what differs from the last one."""
         changes = work if isinstance(work, dict) else {"environment": work.environment}
         if "environment" in changes:
             changes["environment"] = self._with_devices(changes["environment"])
         # The same environment as long as the driver sends no other: workers with another one are not used again.
-        self._last = local = replace(self._last if work is changes else work, **changes)
-        if isinstance(local, FunctionCall):
-            return await self._call(key, local, package)
-        return await self._run(key, local, package)
+        self._last = replace(self._last if work is changes else work, **changes)
+        self._key, self._trial = key, asyncio.ensure_future(self._answer(self._last, package))
+        self._trial.add_done_callback(self._on_answer)
 
-    async def _run(self, key: str, command: Command, package: Package | None) -> HostAnswer:
-        before = None
-        if package is not None:
-            directory = self._reaper.directory / key
-            before = self._unpack(package, directory)
-            here = str(command.directory), str(directory)
-            command = replace(
-                command,
-                directory=directory,
-                stdout=directory / command.stdout.relative_to(command.directory),
-                stderr=directory / command.stderr.relative_to(command.directory),
-                argv=tuple(word.replace(*here) for word in command.argv),
-                environment={name: value.replace(*here) for name, value in command.environment.items()},
-            )
-        return await self._answer(key, self._executor.run(command, lambda _: None), before)
+    def on_end(self) -> None:
+        """The driver is gone, or we are."""
+        self.on_message(("kill",))
+        self.on_message(("close",))
 
-    async def _call(self, key: str, call: FunctionCall, package: Package | None) -> HostAnswer:
-        before = None
-        if package is not None:
-            directory = self._reaper.directory / key
-            before = self._unpack(package, directory)
+    # -- one trial ----------------------------------------------------------------------------------------------
+
+    async def _answer(self, work: Command | FunctionCall, package: Package | None) -> HostAnswer:
+        try:
+            if package is None:
+                return HostAnswer(await self._run(work))
+            return await self._run_packed(work, package, self._reaper.directory / self._key)
+        except LaunchError as error:
+            return HostAnswer(error=str(error), infra=error.infra)
+        except (StorageError, OSError) as error:
+            return HostAnswer(error=str(error), infra=True)
+
+    def _on_answer(self, trial: "asyncio.Task[HostAnswer]") -> None:
+        self._trial = None
+        if self._ended.done():
+            return
+        if trial.cancelled():
+            self._channel.send(HostAnswer(cancelled=True))
+        elif (error := trial.exception()) is not None:
+            self._ended.set_exception(error)  # Ray gives it to the driver
+        else:
+            self._channel.send(trial.result())
+
+    async def _run(self, work: Command | FunctionCall) -> Completion | CallResult:
+        if isinstance(work, FunctionCall):
+            return await self._pool.call(work, _ignore)
+        return await self._executor.run(work, _ignore)
+
+    async def _run_packed(self, work: Command | FunctionCall, package: Package, directory: Path) -> HostAnswer:
+        """Run a trial in a directory of this node, and return what it wrote there."""
+        try:
+            unpack(package.directory, directory)
+            before = stamps(directory)
+            value = await self._run(self._moved(work, package, directory, before))
+            return HostAnswer(value, pack(directory, self._settings.artifact_bytes, before=before))
+        finally:
+            with suppress(OSError):
+                remove(directory)
+
+    def _moved(self, work: Command | FunctionCall, package: Package, directory: Path, before: Stamps) -> Any:
+        """A trial as this node runs it."""
+        if isinstance(work, FunctionCall):
             if not before:
                 directory.rmdir()  # the worker makes it
             modules = [self._reaper.directory / f"modules-{number}" for number in range(len(package.modules))]
             for data, path in zip(package.modules, modules, strict=True):
                 if not path.exists():
                     unpack(data, path)
-            call = replace(call, directory=directory, path=tuple(modules))
-        return await self._answer(key, self._pool.call(call, lambda _: None), before)
-
-    def cancel(self, key: str) -> None:
-        """End a trial with all its processes; its `use` then answers."""
-        self._cancelled.add(key)
-        if self._task is not None and key == self._key:
-            self._task.cancel()
-
-    def kill_all(self) -> None:
-        """End all processes now."""
-        self._executor.kill_all()
-        self._pool.kill_all()
-
-    async def close(self) -> None:
-        """End the workers of a run, and delete what was copied here."""
-        await self._executor.close()
-        await self._pool.close()
-        self._reaper.close()
-
-    def _unpack(self, package: Package, directory: Path) -> Stamps:
-        unpack(package.directory, directory)
-        return stamps(directory)
+            return replace(work, directory=directory, path=tuple(modules))
+        here = str(work.directory), str(directory)
+        return replace(
+            work,
+            directory=directory,
+            stdout=directory / work.stdout.relative_to(work.directory),
+            stderr=directory / work.stderr.relative_to(work.directory),
+            argv=tuple(word.replace(*here) for word in work.argv),
+            environment={name: value.replace(*here) for name, value in work.environment.items()},
+        )
 
     def _with_devices(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """The environment with the GPUs that Ray gave to this actor, and with our reaper's marker."""
+        """The environment with the GPUs that Ray gave to this task, and with our reaper's marker."""
         marker = f"{environment.get(MARKER_VARIABLE, '')}:{self._reaper.marker}.0"
         variables = {**environment, MARKER_VARIABLE: marker}
         if self._settings.gpus:
@@ -157,70 +190,32 @@ class HostRunner:
                 variables["CUDA_VISIBLE_DEVICES"] = devices
         return variables
 
-    async def _answer(self, key: str, work: Any, before: Stamps | None) -> HostAnswer:
-        if key in self._cancelled:
-            work.close()
-            return HostAnswer(cancelled=True)
-        self._key, self._task = key, asyncio.current_task()
-        try:
-            value = await work
-            if before is None:
-                return HostAnswer(value)
-            return HostAnswer(value, pack(self._reaper.directory / key, self._settings.artifact_bytes, before=before))
-        except asyncio.CancelledError:
-            return HostAnswer(cancelled=True)
-        except LaunchError as error:
-            return HostAnswer(error=str(error), infra=error.infra)
-        except StorageError as error:
-            return HostAnswer(error=str(error), infra=True)
-        finally:
-            self._task = None
-            self._cancelled.discard(key)
-            if before is not None:
-                with suppress(OSError):
-                    remove(self._reaper.directory / key)
+
+def _ignore(handle: str) -> None:
+    """The driver has recorded the trial already."""
 
 
-class TrialHost:
-    """The actor. Dies with its driver.
+def serve(settings: HostSettings, address: tuple[str, int], key: bytes, token: str) -> None:
+    """The task: run trials for the driver at this address until it disconnects or dies."""
 
-    Its methods are not coroutines, which take Ray twice the time. `cancel` and `kill_all` have a thread of their own.
-    """
+    async def main() -> None:
+        await TrialHost(settings).serve(address, key, token)
 
-    def __init__(self, settings: HostSettings) -> None:
-        self._runner, self._loop = HostRunner(settings), asyncio.new_event_loop()
-
-    def start(self, token: str) -> tuple[str, bool]:
-        """Prepare for a run. Returns where it runs, and whether it sees the run's directory: the token is in it."""
-        return self._loop.run_until_complete(self._runner.start(token))
-
-    def use(self, data: bytes, package: Package | None = None) -> bytes:
-        """Run a command or call a function; bytes both ways, which take Ray less time than objects."""
-        key, work = pickle.loads(data)  # noqa: S301  From our own driver.
-        return pickle.dumps(self._loop.run_until_complete(self._runner.use(key, work, package)))
-
-    @ray.method(concurrency_group="control")
-    def cancel(self, key: str) -> None:
-        """End a trial with all its processes; its `use` then answers."""
-        self._loop.call_soon_threadsafe(self._runner.cancel, key)
-
-    @ray.method(concurrency_group="control")
-    def kill_all(self) -> None:
-        """End all processes now."""
-        self._loop.call_soon_threadsafe(self._runner.kill_all)
-
-    def close(self) -> None:
-        """End the workers of a run, and delete what was copied here."""
-        self._loop.run_until_complete(self._runner.close())
+    with _signals_not_ignored():
+        asyncio.run(main())
 
 
-def _shield_children() -> None:
-    """Have trials not inherit that Ray's workers block and ignore SIGINT.
-
-    Python sets handlers in the main thread only, where actors do not run; `abs` is a C function that does no harm.
-    """
-    libc, numbers = ctypes.CDLL(None), (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    for number in numbers:
-        if signal.getsignal(number) is signal.SIG_IGN:
-            libc.signal(int(number), ctypes.cast(libc.abs, ctypes.c_void_p))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+@contextmanager
+def _signals_not_ignored() -> Iterator[None]:
+    """Have trials not inherit that Ray's workers block and ignore signals."""
+    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)  # unlike an ignored signal, not inherited
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)

@@ -42,8 +42,8 @@ class RayOptions(SystemConfig):
     strategy: Literal["PACK", "SPREAD"] = "PACK"
     """Whether trials fill one node after another, or are spread over all nodes."""
     files: Literal["auto", "shared", "copy"] = "auto"
-    """How a trial's directory gets to its node and back: `shared` by a common file system, `copy` through Ray, `auto`
-    by what the node sees."""
+    """How a trial's directory gets to its node and back: `shared` by a common file system, `copy` over the network,
+    `auto` by what the node sees."""
     artifacts: int = Field(default=256 * 2**20, ge=0)
     """How much a trial's directory may contain that is copied in one direction, for example "256MiB"."""
     wait_s: float = Field(default=60.0, ge=0)
@@ -78,7 +78,7 @@ class RayOptions(SystemConfig):
         return self.address or os.environ.get("RAY_ADDRESS", "")
 
     def directory_on_nodes(self, scenario_dir: Path) -> Path:
-        """Where actors find the scenario's directory: below their working directory, if that was sent to them."""
+        """Where hosts find the scenario's directory: below their working directory, if that was sent to them."""
         working_dir = self.runtime_env.get("working_dir")
         if working_dir is None:
             return scenario_dir.absolute()

@@ -1,4 +1,4 @@
-"""The Ray system: trials run in actors of a Ray cluster."""
+"""The Ray system: trials run on the nodes of a Ray cluster."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RaySystem(RayOptions):
-    """Actors of a Ray cluster, whose nodes need Loopwright in their Python. They need not share a file system."""
+    """The nodes of a Ray cluster, which need Loopwright in their Python. They need not share a file system."""
 
     def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> "RayExecutor":
         if find_spec("ray") is None:

@@ -1,0 +1,151 @@
+"""The connection between the driver and a host: pickled messages over TCP, many times cheaper than calls through Ray.
+
+The driver gives each host a key, by way of Ray. Each end proves that it knows half of it before anything that it sends
+is read. Where Ray uses TLS, so does the connection.
+"""
+
+import asyncio
+import hmac
+import os
+import pickle
+import secrets
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_HALF_BYTES = 16
+_LENGTH_BYTES = 8
+_CONNECT_S = 20.0
+_BACKLOG = 1024
+
+
+class ChannelUser(Protocol):
+    """What each end does with its channel."""
+
+    def on_connect(self, channel: "HostChannel") -> None:
+        """Called once, before anything else."""
+
+    def on_message(self, message: Any) -> None:
+        """Called with each message."""
+
+    def on_end(self) -> None:
+        """Called when the connection is lost or closed."""
+
+
+class HostChannel(asyncio.Protocol):
+    """One end of a connection. `admit` tells from the peer's half of the key who uses it: None for a stranger."""
+
+    def __init__(self, admit: Callable[[bytes], ChannelUser | None]) -> None:
+        self.admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._admit = admit
+        self._user: ChannelUser | None = None
+        self._incoming = bytearray()
+
+    def send(self, message: object) -> None:
+        """Send a message, now or as soon as the peer reads."""
+        data = pickle.dumps(message)
+        self._transport.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    def prove(self, half: bytes) -> None:
+        """Send our half of the key."""
+        self._transport.write(half)
+
+    def close(self) -> None:
+        """Disconnect once everything is sent."""
+        self._transport.close()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        asyncio.get_running_loop().call_later(_CONNECT_S, lambda: self.admitted.done() or transport.abort())
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
+        if self._user is None:
+            if len(self._incoming) < _HALF_BYTES:
+                return
+            self._user = self._admit(bytes(self._incoming[:_HALF_BYTES]))
+            if self._user is None:
+                self._transport.abort()
+                return
+            del self._incoming[:_HALF_BYTES]
+            self._user.on_connect(self)
+            self.admitted.set_result(True)
+        while len(self._incoming) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._incoming[:_LENGTH_BYTES], "big")
+            if len(self._incoming) < end:
+                return
+            message = pickle.loads(self._incoming[_LENGTH_BYTES:end])  # noqa: S301  The peer has the key.
+            del self._incoming[:end]
+            self._user.on_message(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._user is not None:
+            self._user.on_end()
+        elif not self.admitted.done():
+            self.admitted.set_result(False)
+
+
+class Listener:
+    """Where hosts connect to their driver."""
+
+    def __init__(self, host: str) -> None:
+        """`host` is the driver's address as other nodes see it."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, 0), family=family)
+        except OSError:  # other nodes reach this machine by an address that it does not have itself
+            self._socket = socket.create_server(("", 0), family=family)
+        self.address: tuple[str, int] = host, self._socket.getsockname()[1]
+        self._expected: dict[bytes, tuple[bytes, ChannelUser]] = {}
+        self._server: asyncio.Future[asyncio.Server] | None = None
+
+    def expect(self, user: ChannelUser) -> bytes:
+        """A new key, with which one host may connect."""
+        if self._server is None:
+            tls, loop = _tls(ssl.Purpose.CLIENT_AUTH), asyncio.get_running_loop()
+            serving = loop.create_server(self._accept, sock=self._socket, backlog=_BACKLOG, ssl=tls)
+            self._server = asyncio.ensure_future(serving)
+        key = secrets.token_bytes(2 * _HALF_BYTES)
+        self._expected[key[:_HALF_BYTES]] = key[_HALF_BYTES:], user
+        return key
+
+    async def close(self) -> None:
+        """Accept no connection any longer."""
+        if self._server is not None:
+            (await self._server).close()
+        self._socket.close()
+
+    def _accept(self) -> HostChannel:
+        def admit(half: bytes) -> ChannelUser | None:
+            other_half, user = self._expected.pop(half, (b"", None))
+            channel.prove(other_half)
+            return user
+
+        channel = HostChannel(admit)
+        return channel
+
+
+async def connect(address: tuple[str, int], key: bytes, user: ChannelUser) -> None:
+    """Connect to the driver. OSError if it cannot be reached, or does not know the key."""
+
+    def admit(half: bytes) -> ChannelUser | None:
+        return user if hmac.compare_digest(half, key[_HALF_BYTES:]) else None
+
+    tls = _tls(ssl.Purpose.SERVER_AUTH)
+    async with asyncio.timeout(_CONNECT_S):
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_connection(lambda: HostChannel(admit), *address, ssl=tls)
+        channel.prove(key[:_HALF_BYTES])
+        if not await channel.admitted:
+            raise ConnectionRefusedError("another program answers there")
+
+
+def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
+    """The certificates that Ray itself uses; None if it uses none. Each end must have one of Ray's authority."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    context = ssl.create_default_context(purpose, cafile=os.environ["RAY_TLS_CA_CERT"])
+    context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
+    context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    return context
