@@ -352,6 +352,15 @@ def test_p05_signs_of_reward_hacking_are_measured_and_warned_about(tmp_path):
     assert hacking_signs([Step(1, 0.0, monitor([short.judged(Reward(0.0))], frozenset({END})))]) == []
 
 
+@pytest.mark.parametrize(("first", "is_hacking"), [(0.1, True), (0.9, False)])
+def test_p05_rollouts_that_were_always_cut_off_are_no_sign_of_reward_hacking(first, is_hacking):
+    train = [Step(step, 0.0, {"truncation_rate": first if step <= 10 else 0.95}) for step in range(1, 21)]
+    [line] = hacking_signs(train)
+    assert "95 % of the rollouts were truncated" in line
+    assert ("Possible reward hacking" in line) == is_hacking
+    assert ("raise the limits" in line) == (not is_hacking)
+
+
 def test_p05_a_kind_of_task_that_got_worse_is_named(tmp_path):
     with closing(Ledger.create(tmp_path / "ledger.db")) as ledger:
         training = Training(ledger)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, isfinite
+from statistics import fmean
 from typing import Any, ClassVar, TypeGuard
 
 from loopwright.core.confidence import bootstrap
@@ -334,13 +335,27 @@ def hacking_signs(train: Sequence[Step]) -> list[str]:
     """A line for each number that is beyond its limit."""
     lines = []
     for name, (limit, meaning) in _LIMITS.items():
-        values = [step.numbers[name] for step in train[-_RECENT:] if isinstance(step.numbers.get(name), (int, float))]
-        mean = fsum(values) / len(values) if values else 0.0
-        if abs(mean) >= limit:
-            figures = [percent(figure) if "of the" in meaning else f"{figure:.3g}" for figure in (mean, limit)]
-            steps = counted(len(values), "step")
+        values = _values(name, train[-_RECENT:])
+        mean = fmean(values) if values else 0.0
+        if abs(mean) < limit:
+            continue
+        figures = [percent(figure) if "of the" in meaning else f"{figure:.3g}" for figure in (mean, limit)]
+        line = meaning.format(figures[0])
+        steps = counted(len(values), "step")
+        # The policy did not learn to be cut off if it was from the beginning: then its limits are low.
+        early = _values(name, train[: min(_RECENT, len(train) // 2)])
+        if name == "truncation_rate" and early and fmean(early) >= limit:
             lines.append(
-                f"Possible reward hacking: {meaning.format(figures[0])} (mean of the last {steps}; the limit is "
-                f"{figures[1]}). Read some episodes: `loopwright episodes`."
+                f"{line} (mean of the last {steps}), as in the first steps. If answers should end by themselves, raise "
+                "the limits of the loop, such as `max_tokens`."
             )
+            continue
+        lines.append(
+            f"Possible reward hacking: {line} (mean of the last {steps}; the limit is {figures[1]}). Read some "
+            "episodes: `loopwright episodes`."
+        )
     return lines
+
+
+def _values(name: str, train: Sequence[Step]) -> list[float]:
+    return [step.numbers[name] for step in train if isinstance(step.numbers.get(name), (int, float))]
