@@ -17,7 +17,7 @@ import subprocess
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -57,6 +57,9 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
     """This machine's programs, read-only, over a private root directory that everything else is written to."""
+
+    variables: Mapping[str, str] = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8"}
+    """What each command has in its environment."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="loopwright-harbor-"))
@@ -136,7 +139,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
     ) -> ExecResult:
         if self._resolve_user(user) not in (None, "root", 0):
             raise ValueError(f"the sandbox has only the user root, not {user!r}")
-        variables = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **(self._merge_env(env) or {})}
+        variables = {**self.variables, **(self._merge_env(env) or {})}
         script = 'cd -- "$0" && exec bash -c "$1"'
         return await self._run(["bash", "-c", script, cwd or self._workdir, command], variables, timeout_sec)
 
