@@ -194,6 +194,18 @@ def test_only_tasks_that_both_evaluations_scored_are_compared(training):
     )
 
 
+def test_the_result_counts_each_reason_of_lost_rollouts(training):
+    training.train(1)
+    reasons = ["it gave NaN", "it gave NaN", "it gave None"]
+    lost = [episode("sums-9", "x", 0.0).failed(Outcome.JUDGE_FAILED, Fault.JUDGE, reason) for reason in reasons]
+    cut = replace(episode("sums-9", "x", 0.0), outcome=Outcome.TRUNCATED, fault=Fault.POLICY, reason="out of tokens")
+    training.roll({"source": "sums", "index": 9, "task": "sums-9"}, [*lost, cut])
+    lines = training_result(read_training(training.ledger))[1]
+    [line] = [line for line in lines if "judge_failed" in line]
+    assert line == "3 × judge_failed (fault: judge): 2 × it gave NaN; 1 × it gave None"
+    assert not any("out of tokens" in line for line in lines), "what the policy does is in its reward"
+
+
 def test_the_same_tasks_are_shown_before_and_after(finished, tmp_path):
     text = re.sub(r"<[^>]*>", "", body(page(tmp_path)))
     episodes = text[text.index("colour tokens by") : text.index("Rollouts trained on")]

@@ -296,6 +296,7 @@ def test_training_waits_for_a_judge_outage_to_end(tmp_path):
     assert result.returncode == 0, result.stderr
     assert statuses(tmp_path)["trained"] == 6
     assert len((tmp_path / "calls").read_text()) > 24, "the judge was down and recovered"
+    assert result.stderr.count("waits until its judger is back") == 1
     with ledger(tmp_path) as record:
         for rollout in rollouts(record):
             episode = rollout.episode

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _GRACE_S = 10.0
 _MAX_JUDGER_WAITS = 3
 """How often a rollout waits for a judger that is down, unless `wait_for_judger` is set."""
+_QUIET_S = 60.0
+"""For so long after a rollout began to wait for its judger, others do so without a warning."""
 _EVALUATION_INDEX = (
     f"CREATE INDEX IF NOT EXISTS trials_examined ON trials ({EVALUATED}, grp) WHERE {EVALUATED} IS NOT NULL"
 )
@@ -115,6 +117,8 @@ class RolloutEnv:
         """Whether rollouts wait for a judger that is down until it is back, instead of failing after a while."""
         self._seed, self._cluster = seed, cluster
         self._warned_timeout = False
+        self._quiet_until_s = 0.0
+        """Until then, a judger that is down has been warned about."""
         ((evaluations,),) = book.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")
         book.uncounted += evaluations  # the budget is for training
 
@@ -319,8 +323,11 @@ class RolloutEnv:
             except JudgerDown as error:
                 if self.wait_for_judger or waits < _MAX_JUDGER_WAITS:
                     # Waiting for the judger costs less than another rollout.
-                    if waits == _MAX_JUDGER_WAITS:
-                        log.warning("trial %d waits until its judger is back: %s", trial.number, error)
+                    if waits >= _MAX_JUDGER_WAITS:
+                        now_s = asyncio.get_running_loop().time()
+                        if now_s >= self._quiet_until_s:
+                            log.warning("trial %d waits until its judger is back: %s", trial.number, error)
+                        self._quiet_until_s = now_s + _QUIET_S
                     await asyncio.sleep(error.retry_in_s)
                     continue
                 reason = str(error)

@@ -2,8 +2,9 @@
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import fsum, sqrt
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from loopwright.reports.counted_digest import (
     rows_in_pages,
 )
 from loopwright.reports.formatting import counted, number
+from loopwright.reports.search.digest import FailureGroup
 
 WINDOW = 100
 """How many rollouts a mean is taken over."""
@@ -375,6 +377,14 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def describe_failures(failures: Iterable[FailureGroup]) -> Iterator[str]:
+    """The three most frequent kinds of failures, with a count of each reason."""
+    for failure in islice(failures, 3):
+        reasons = failure.describe_reasons()
+        ending = f": {reasons}" if reasons else ""
+        yield f"{number(failure.count)} × {failure.outcome} (fault: {failure.fault}){ending}"
+
+
 def rollout_result(digest: RolloutDigest) -> tuple[dict[str, Any], list[str]]:
     """The result of a run, as one JSON object and as lines of text."""
     total = digest.rollouts.total
@@ -383,12 +393,7 @@ def rollout_result(digest: RolloutDigest) -> tuple[dict[str, Any], list[str]]:
         parts = ", ".join(f"{name} {number(value, 3)}" for name, value in total.part_means.items())
         line += f", mean reward {number(total.mean, 3)}" + (f" ({parts})" if len(total.parts) > 1 else "")
     line += f", {number(digest.unscored)} without a reward" if digest.unscored else ", 0 lost"
-    lines = [line]
-    for failure in digest.failures()[:3]:
-        reasons = failure.describe_reasons()
-        ending = f": {reasons}" if reasons else ""
-        lines.append(f"{number(failure.count)} × {failure.outcome} (fault: {failure.fault}){ending}")
-    lines += [*digest.groups.notes(digest.rollout), *digest.skipped_notes()]
+    lines = [line, *describe_failures(digest.failures()), *digest.groups.notes(digest.rollout), *digest.skipped_notes()]
     event = {
         "counts": dict(digest.counts),
         "rollouts": total.ended,

@@ -14,7 +14,7 @@ from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.steps import Step, steps
 from loopwright.reports.counted_digest import Failure
 from loopwright.reports.formatting import counted, number, percent
-from loopwright.reports.rollout.digest import RolloutDigest, failed_rollouts, rollout_basics
+from loopwright.reports.rollout.digest import RolloutDigest, describe_failures, failed_rollouts, rollout_basics
 from loopwright.reports.search.digest import grouped_failures
 
 _ENDS = 10
@@ -307,6 +307,7 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
     losses = f"{number(digest.unscored)} without a reward" if digest.unscored else "0 lost"
     produced = f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts"
     lines.append(f"trained on {number(digest.trained_rollouts)} of {produced}, {losses}")
+    lines += describe_failures(each for each in digest.failures() if each.fault != "policy")
     lines += [*digest.groups.notes(digest.rollout), *digest.skipped_notes(), *warnings(digest)]
     policy = digest.folder / "policy"
     is_saved = policy.is_dir()
