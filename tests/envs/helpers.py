@@ -3,13 +3,13 @@
 import asyncio
 import math
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from tests.contracts.harness import close_with
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives, Penalties
@@ -48,7 +48,7 @@ def trial_book(directory: Path, name: str = "run", **options: Any) -> TrialBook:
     ledger = Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "test"})
     ledger.close_episodes()
     book = TrialBook(name, folder, ledger, **options)
-    weakref.finalize(book, ledger.close)  # Python 3.13 warns of connections that are not closed
+    close_with(book, ledger)
     return book
 
 

@@ -81,7 +81,8 @@ def _show(comparison: CampaignComparison, before: str, after: str) -> None:
     if comparison.changes:
         table = Table("changed", "", before, after, box=None, pad_edge=False)
         for change in comparison.changes:
-            sides = (_setting(change.name, side) for side in (change.before, change.after))
+            most = 12 if change.name == "fingerprint" else 300
+            sides = ("–" if side is None else printable(short(side, most)) for side in (change.before, change.after))
             table.add_row(*map(Text, (change.part, change.name, *sides)))
         console.print(table)
     else:
@@ -92,14 +93,12 @@ def _show(comparison: CampaignComparison, before: str, after: str) -> None:
             show(f"{title(candidate)} in {place}:   {describe(candidate, objectives)}")
     objective = Objective.of((*two.labels, "")[0])
     if comparison.difference is None:
-        show(f"difference: cannot be told, {comparison.obstacle}")
+        show(f"difference: unknown, because {comparison.obstacle}")
+    elif comparison.difference.interval is None:
+        show(f"difference: {_signed(comparison.difference, objective)} (no interval: measured once)")
     else:
-        show(f"difference: {_difference(comparison.difference, objective)}")
+        show(f"difference: {describe_difference(comparison.difference, objective)}")
     _show_common(console, comparison, objective, (before, after))
-
-
-def _setting(name: str, value: Any) -> str:
-    return "–" if value is None else printable(short(value, 12 if name == "fingerprint" else 300))
 
 
 def _show_common(console: Console, comparison: CampaignComparison, own: Objective, places: tuple[str, str]) -> None:
@@ -147,10 +146,3 @@ def _stack(value: str, interval: Interval | None, count: int | None = None) -> s
 
 def _signed(difference: Estimate, objective: Objective) -> str:
     return f"{'+' if objective.value(difference.mean) >= 0 else ''}{objective.text(difference.mean)}"
-
-
-def _difference(difference: Estimate, objective: Objective) -> str:
-    """A difference with its interval, or that it has none."""
-    if difference.interval is None:
-        return f"{_signed(difference, objective)} (no interval: measured once)"
-    return describe_difference(difference, objective)

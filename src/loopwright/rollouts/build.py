@@ -260,7 +260,7 @@ def build_remote_pool(
     The tasks' tests run after the agents of the loops in `tested`. `host` is None if a trial server has the gateway.
     """
     pools: dict[str, Pool] = {}
-    probes: list[Probe] = [_check_reachable] if any(loop.workers for loop in loops.values()) else []
+    probes: list[Probe] = [check_reachable] if any(loop.workers for loop in loops.values()) else []
     for name, loop in loops.items():
         # Read here, where the run was started: workers on other machines do not have these variables.
         passed_env = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
@@ -283,10 +283,6 @@ def build_remote_pool(
             await probe(url)
 
     return GatewayPool(host, combine_pools(pools), probe_all if probes else None)
-
-
-async def _check_reachable(url: str) -> None:
-    check_reachable(url)
 
 
 def cluster_problems(requests: Sequence[ResourceRequest], ray: RayOptions) -> list[Problem]:

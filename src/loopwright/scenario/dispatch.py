@@ -73,7 +73,9 @@ class Signals:
         self.received, self.retrying = self.received or number, False
         going_on = [book for book in list(self.books) if not book.stop()]
         if going_on and self.thread == threading.get_ident():
-            if going_on[0].is_interruptible and _is_interruptible(frame):
+            recording = any(each.f_globals.get("__name__", "").startswith(_RECORDING) for each in stack_of(frame))
+            # In the call of a server an exception may be raised: `LiveEnv` handles it.
+            if going_on[0].is_interruptible and (not recording or any(server_calls(frame))):
                 going_on[0].ledger.flush()  # before a second signal can end the process
                 raise RunStopped
             threading.Thread(target=self._try_again, args=(self.thread,), daemon=True).start()
@@ -103,13 +105,6 @@ class Signals:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _is_interruptible(frame: FrameType | None) -> bool:
-    """Whether an exception may be raised here: in the agent's code or a server's call, not while a step is recorded."""
-    if any(server_calls(frame)):
-        return True  # `LiveEnv` handles whatever is raised there
-    return not any(caller.f_globals.get("__name__", "").startswith(_RECORDING) for caller in stack_of(frame))
 
 
 def dispatch(

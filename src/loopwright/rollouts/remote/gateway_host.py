@@ -108,7 +108,7 @@ class GatewayHost(ABC):
         await asyncio.gather(*(client.close() for client in clients.values()))
 
 
-def check_reachable(url: str) -> None:
+async def check_reachable(url: str) -> None:
     """AdvertiseError if a gateway listens on loopback and the Ray cluster has further machines."""
     from loopwright.rollouts.pools.ray.launch import cluster_nodes
 

@@ -71,7 +71,7 @@ class RayGatewayHost(GatewayHost):
         await self._engines.start()
         await self._gateways.start()
         for _ in range(self._count):  # each gets a call in turn
-            check_reachable((await self.access()).url)
+            await check_reachable((await self.access()).url)
 
     async def access(self) -> GatewayAccess:
         try:
