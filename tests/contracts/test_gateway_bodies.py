@@ -1,6 +1,7 @@
 """Contract T15: large bodies leave the event loop, and a refused request leaves nothing."""
 
 import asyncio
+import gzip
 import io
 import os
 import signal
@@ -78,6 +79,27 @@ def test_t15_a_message_that_cannot_be_rendered_leaves_nothing():
             with pytest.raises(openai.BadRequestError):
                 await chat(client, [user("new"), user("newer"), broken])
             assert str(traces(session)) == before
+
+    run(story)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
+@pytest.mark.parametrize("path", ["{id}/v1/chat/completions", "sessions"])
+def test_t15_a_compressed_body_is_refused_and_never_decompressed(encoding, path):
+    """Given a small one that would become a huge one, with a key or without one."""
+    bomb = gzip.compress(bytes(1 << 20)) * 64
+
+    async def story():
+        async with serve() as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open()
+            url = f"{gateway.address}/{path.format(id=session.id)}"
+            headers = {"authorization": f"Bearer {session.key}", "content-encoding": encoding}
+            async with http.post(url, data=bomb, headers=headers) as response:
+                assert (response.status, response.headers["x-should-retry"]) == (415, "false")
+                assert "uncompressed" in (await response.json())["error"]["message"]
+            headers["content-encoding"] = "identity"
+            async with http.post(url, json={"messages": [user("hi")]}, headers=headers) as response:
+                assert response.status == (200 if "chat" in path else 400)
 
     run(story)
 

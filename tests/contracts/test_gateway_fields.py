@@ -230,6 +230,49 @@ def test_t13_fields_of_messages_are_named():
     run(main)
 
 
+FUNCTION = {"name": "add", "description": "Adds.", "strict": True, "future": 1}
+SCHEMA = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        ("v1/chat/completions", {"type": "function", "function": {**FUNCTION, "parameters": SCHEMA}}),
+        ("v1/responses", {"type": "function", **FUNCTION, "parameters": SCHEMA}),
+        ("v1/responses", {"type": "namespace", "name": "n", "tools": [{"type": "function", **FUNCTION}]}),
+        ("v1/messages", {**FUNCTION, "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}),
+    ],
+)
+def test_t13_fields_of_tools_are_named(path, tool):
+    """Given a schema that no engine here enforces, its client is told."""
+
+    async def main():
+        async with serve() as gateway:
+            session = await gateway.open()
+            status, ignored, _ = await post(session, path, {**BODIES[path], "tools": [tool]})
+            assert (status, {*(ignored or "").split(", ")}) == (200, {"tools.strict", "tools.future"})
+            (turn,) = session.served.describe()["turns"]
+            assert turn["ignored"] == {"tools.strict": True, "tools.future": 1}
+            plain = {name: value for name, value in tool.items() if name not in ("strict", "future")}
+            if path == "v1/chat/completions":
+                plain["function"] = {"name": "add", "strict": False, "parameters": SCHEMA}
+            if plain.get("type") != "namespace":
+                assert (await post(session, path, {**BODIES[path], "tools": [plain]}))[:2] == (200, None)
+
+    run(main)
+
+
+def test_t13_top_logprobs_without_logprobs_are_named():
+    async def main():
+        async with serve() as gateway:
+            session, body = await gateway.open(), BODIES["v1/chat/completions"]
+            assert (await post(session, "v1/chat/completions", {**body, "top_logprobs": 2}))[1] == "top_logprobs"
+            both = {**body, "top_logprobs": 2, "logprobs": True}
+            assert (await post(session, "v1/chat/completions", both))[1] is None
+
+    run(main)
+
+
 def test_t13_continue_final_message_continues_it():
     async def main():
         engine = Replier("hello")

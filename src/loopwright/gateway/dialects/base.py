@@ -25,7 +25,7 @@ from loopwright.core.task import Message
 from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialects.fields import BadRequest, flag, openai_error
-from loopwright.gateway.dialects.known_fields import KnownFields, recordable
+from loopwright.gateway.dialects.known_fields import KnownFields, ignored_tool_fields, recordable
 from loopwright.gateway.dialects.response_items import ToolOrigin
 from loopwright.gateway.dialects.sampling_fields import template_arguments
 from loopwright.gateway.sessions.graph import RAW
@@ -220,6 +220,8 @@ class Dialect(ABC):
     def _parse_settings(self, settings: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
         settings = {name: value for name, value in settings.items() if value not in ({}, [])}  # which say nothing
         ignored = self.known_fields.ignored(settings)
+        for name in ("tools", "functions"):
+            ignored |= ignored_tool_fields(settings.get(name))
         request = self.parse_settings(settings, messages)
         options = replace(request.options, chat_template_kwargs=template_arguments(settings))
         return_ids = flag(settings, "return_token_ids")

@@ -62,7 +62,7 @@ class ChatCompletions(Dialect):
         tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(fields.objects(body.get("tools"), "tools"))]
         top = fields.integer(body, "top_logprobs", 0, 20) or 0
         instruction = format_instruction(body.get("response_format"), "response_format")
-        continues = fields.flag(body, "continue_final_message")
+        logprobs, continues = fields.flag(body, "logprobs"), fields.flag(body, "continue_final_message")
         if body.get("add_generation_prompt") is False and not continues:
             raise BadRequest(
                 "add_generation_prompt: false needs continue_final_message: true, which continues the last message",
@@ -75,8 +75,9 @@ class ChatCompletions(Dialect):
             stop=fields.openai_stop(body),
             n=fields.integer(body, "n", 1, fields.MAX_CHOICES) or 1,
             stream=fields.flag(body, "stream"),
-            logprobs=fields.flag(body, "logprobs"),
+            logprobs=logprobs,
             top_logprobs=top,
+            ignored={"top_logprobs": top} if top and not logprobs else {},
             include_usage=fields.includes_usage(body),
             model=fields.model(body),
             seed=fields.integer(body, "seed"),

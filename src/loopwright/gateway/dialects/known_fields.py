@@ -45,6 +45,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Values besides the empty ones that change nothing."""
+_TOOL = "type name description parameters input_schema function format tools cache_control"
+_FUNCTION_TYPES = (None, "function", "custom", "namespace")
 
 
 class KnownFields:
@@ -93,3 +95,16 @@ def ignored_options(value: Any, name: str, *honoured: str) -> dict[str, Any]:
         for option, each in options
         if option not in honoured and not is_neutral(option, each)
     }
+
+
+def ignored_tool_fields(tools: Any) -> dict[str, Any]:
+    """The fields of functions that will be ignored, by path, such as `tools.strict`."""
+    ignored: dict[str, Any] = {}
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict) and tool.get("type") in _FUNCTION_TYPES:
+            function = tool.get("function")
+            sent = {**tool, **(function if isinstance(function, dict) else {})}
+            names = [name for name, value in sent.items() if value and name not in _TOOL.split()]
+            ignored |= {f"tools.{name}": recordable(sent[name]) for name in names}
+            ignored |= ignored_tool_fields(tool.get("tools"))
+    return ignored

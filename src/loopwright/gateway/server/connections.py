@@ -117,4 +117,5 @@ class ConnectionGuard:
     def protocol_factory(self, server: web.Server, **options: Any) -> Callable[[], GuardedConnection]:
         """Creates a connection of a server."""
         loop = asyncio.get_running_loop()
-        return lambda: GuardedConnection(self, server, loop=loop, **options)
+        # Compressed bodies are refused, but aiohttp would decompress them before anybody reads them.
+        return lambda: GuardedConnection(self, server, loop=loop, auto_decompress=False, **options)

@@ -158,8 +158,10 @@ class RequestHandler:
     async def _read(self, request: web.Request) -> bytes:
         """The body of a request, which has `read_s` seconds to arrive."""
         content, size = request.content, request.content_length
+        if request.headers.get("content-encoding", "identity") != "identity":  # a small one could become a huge one
+            raise Refusal(415, "invalid", "content-encoding: send the body uncompressed", retry=False)
         # `request.read` copies the body twice, but also bounds one of unknown length.
-        is_bounded = size is not None and size <= self._config.body_bytes and "content-encoding" not in request.headers
+        is_bounded = size is not None and size <= self._config.body_bytes
         read = content.read if is_bounded else request.read
         if content.is_eof():  # most bodies have arrived with their headers
             return await read()

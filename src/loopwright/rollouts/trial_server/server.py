@@ -88,7 +88,12 @@ class TrialServer:
         self.port = 0
         app = web.Application(client_max_size=config.body, middlewares=[self._guard])
         self._app_runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=75.0
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=75.0,
+            auto_decompress=False,  # a small body could become a huge one, even without the token
         )
         add = app.router.add_route
         add("GET", "/healthz", self._health)
