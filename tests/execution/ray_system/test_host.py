@@ -1,16 +1,28 @@
 """A host and its driver over a real connection, without a cluster."""
 
 import asyncio
+import math
 import os
 import subprocess
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from loopwright.core.errors import ClusterError
-from loopwright.execution.base import Command, FunctionCall
+from loopwright.execution.base import CallResult, Command, FunctionCall
 from loopwright.execution.ray.channel import Listener, connect
-from loopwright.execution.ray.host import HostSettings, Package, TrialHost
+from loopwright.execution.ray.host import HostSettings, TrialHost
+from loopwright.execution.ray.messages import (
+    HostAnswer,
+    Package,
+    answer_message,
+    decode,
+    encode,
+    read_answer,
+    read_trial,
+    trial_message,
+)
 from loopwright.execution.ray.transfer import pack
 from loopwright.testing.executors import alive, appears, command, written_pid
 
@@ -27,14 +39,21 @@ class Driver:
     def on_connect(self, channel):
         self.channel = channel
 
-    def on_message(self, message):
-        self.messages.put_nowait(message)
+    def on_message(self, message, blobs):
+        self.messages.put_nowait(message if "node" in message else read_answer(message, blobs))
 
     def on_end(self):
         self.disconnected.set()
 
-    async def answer(self, *message):
-        self.channel.send(message)
+    def start(self, key, work, *, last=None, package=None):
+        self.channel.send(*trial_message(key, work, last, package))
+
+    async def run(self, key, work, **options):
+        self.start(key, work, **options)
+        return await self.messages.get()
+
+    async def cancel(self, key):
+        self.channel.send({"do": "cancel", "key": key})
         return await self.messages.get()
 
 
@@ -48,7 +67,7 @@ async def host(files="shared"):
     try:
         driver.place = await driver.messages.get()
         yield driver
-        driver.channel.send(("close",))
+        driver.channel.send({"do": "close"})
         await asyncio.wait_for(driver.task, 20)
         await driver.disconnected.wait()
     finally:
@@ -65,14 +84,14 @@ def test_a_late_cancel_ends_no_other_trial(tmp_path):
 
     async def main():
         async with host() as driver:
-            driver.channel.send(("use", "first", sleep(tmp_path, "first", 60), None))
-            assert (await driver.answer("cancel", "first")).cancelled
-            driver.channel.send(("use", "second", sleep(tmp_path, "second", 60), None))
+            driver.start("first", sleep(tmp_path, "first", 60))
+            assert (await driver.cancel("first")).cancelled
+            driver.start("second", sleep(tmp_path, "second", 60))
             await appears(tmp_path / "second/pid")
-            assert (await driver.answer("cancel", "second")).cancelled
+            assert (await driver.cancel("second")).cancelled
             assert not alive(written_pid(tmp_path / "second/pid"))
-            driver.channel.send(("use", "third", sleep(tmp_path, "third", 0.3), None))
-            assert (await driver.answer("cancel", "second")).value.exit_code == 0
+            driver.start("third", sleep(tmp_path, "third", 0.3))
+            assert (await driver.cancel("second")).value.exit_code == 0
 
     asyncio.run(main())
 
@@ -84,9 +103,9 @@ def test_a_trial_may_be_sent_as_what_differs_from_the_last_one(tmp_path):
         async with host() as driver:
             script = ("sh", "-c", 'echo "$NAME $0"', "first")
             first = Command(script, tmp_path, {"NAME": "mine"}, tmp_path / "stdout", tmp_path / "stderr")
-            await driver.answer("use", "1", first, None)
+            await driver.run("1", first)
             assert (tmp_path / "stdout").read_text() == "mine first\n"
-            await driver.answer("use", "2", {"argv": (*script[:3], "second")}, None)
+            await driver.run("2", replace(first, argv=(*script[:3], "second")), last=first)
             assert (tmp_path / "stdout").read_text() == "mine second\n"
 
     asyncio.run(main())
@@ -110,13 +129,13 @@ def test_c01_a_host_that_shares_no_files_returns_what_a_trial_wrote(tmp_path):
 
     async def main():
         async with host("auto") as driver:
-            assert driver.place[1] is False
-            answer = await driver.answer("use", "1", call, package)
+            assert driver.place["shares_files"] is False
+            answer = await driver.run("1", call, package=package)
             assert answer.value.value == {"y": 8}
             assert b"parameters.json" in answer.files
             assert b"size" not in answer.files
             there = command(tmp_path / "trial", f"pwd; cat {tmp_path}/trial/size; echo made > made")
-            answer = await driver.answer("use", "2", there, package)
+            answer = await driver.run("2", there, package=package)
             assert answer.value.exit_code == 0
             assert b"made" in answer.files
         assert not (tmp_path / "trial").exists()
@@ -133,11 +152,11 @@ def test_c03_a_full_disk_of_the_node_is_its_fault(tmp_path, monkeypatch):
     async def main():
         async with host("copy") as driver:
             monkeypatch.setattr("loopwright.execution.ray.host.unpack", full)
-            answer = await driver.answer("use", "1", command(tmp_path, "true"), Package())
+            answer = await driver.run("1", command(tmp_path, "true"), package=Package())
             assert (answer.infra, answer.error) == (True, "[Errno 28] No space left on device")
             monkeypatch.undo()
             empty = Package(pack(tmp_path, LIMIT_BYTES))
-            assert (await driver.answer("use", "2", command(tmp_path, "true"), empty)).value.exit_code == 0
+            assert (await driver.run("2", command(tmp_path, "true"), package=empty)).value.exit_code == 0
 
     asyncio.run(main())
 
@@ -147,14 +166,38 @@ def test_s13_a_host_ends_its_trial_when_its_driver_is_gone(tmp_path):
 
     async def main():
         async with host() as driver:
-            driver.channel.send(("use", "1", sleep(tmp_path, "trial", 60), None))
+            driver.start("1", sleep(tmp_path, "trial", 60))
             await appears(tmp_path / "trial/pid")
             driver.channel.close()
             await asyncio.wait_for(asyncio.shield(driver.task), 20)
             assert not alive(written_pid(tmp_path / "trial/pid"))
-            driver.channel.send = lambda _: None
+            driver.channel.send = lambda _: None  # it is closed already
 
     asyncio.run(main())
+
+
+def test_messages_keep_every_value(tmp_path):
+    """Given values that JSON libraries like to change, a trial and its answer arrive as they were sent."""
+    call = FunctionCall(
+        function="mine:work",
+        path=(tmp_path,),
+        arguments={"n": 2**70, "x": 1.0, "flag": True, "nested": {"words": ["a", None]}},
+        environment={"NAME": "caf\udce9"},
+        directory=tmp_path / "trial",
+        parameters=b'{"n": 1}',
+        checkpoint=tmp_path / "checkpoint",
+    )
+    message, blobs = trial_message("1", call, package=Package(b"\x00", (b"\xff",)))
+    arrived, package = read_trial(decode(encode(message)), blobs, None)
+    assert (arrived, package) == (call, Package(b"\x00", (b"\xff",)))
+    assert [type(value) for value in arrived.arguments.values()] == [int, float, bool, dict]
+    other = replace(call, arguments={"n": 1}, checkpoint=None)
+    message, blobs = trial_message("2", other, call)
+    assert set(message["fields"]) == {"arguments", "checkpoint"}
+    assert read_trial(decode(encode(message)), blobs, call) == (other, None)
+    answer = HostAnswer(CallResult({"wall_s": 0.1}, 1, 2, value={"y": math.inf, "n": 2**70}), b"\x80")
+    message, blobs = answer_message(answer)
+    assert read_answer(decode(encode(message)), blobs) == answer
 
 
 def test_neither_end_reads_what_a_stranger_sends():
@@ -208,7 +251,7 @@ def test_a_channel_uses_the_certificates_of_ray(tmp_path, monkeypatch):
         async with host() as driver:
             tls = driver.channel._transport.get_extra_info("ssl_object")
             assert tls.version() == "TLSv1.3"
-            assert (await driver.answer("use", "1", command(tmp_path, "true"), None)).value.exit_code == 0
+            assert (await driver.run("1", command(tmp_path, "true"))).value.exit_code == 0
             address = driver.channel._transport.get_extra_info("sockname")
             reader, writer = await asyncio.open_connection(*address)
             writer.write(driver.key)

@@ -1,21 +1,26 @@
-"""The connection between the driver and a host: pickled messages over TCP, many times cheaper than calls through Ray.
+"""The connection between the driver and a host: messages over TCP, many times cheaper than calls through Ray.
 
 The driver gives each host a key, by way of Ray. Each end proves that it knows half of it before anything that it sends
-is read. Where Ray uses TLS, so does the connection.
+is read. Where Ray uses TLS, so does the connection. A frame has a length for each of its parts, then the parts: a
+message in JSON, then its blobs.
 """
 
 import asyncio
 import hmac
 import os
-import pickle
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from loopwright.execution.ray.messages import Blobs, decode, encode
+
 _HALF_BYTES = 16
-_LENGTH_BYTES = 8
+_COUNT = struct.Struct(">I")
+"""Starts a frame: how many parts it has. Their lengths follow, as `>Q` each."""
+_MAX_PARTS = 1000
 _CONNECT_S = 20.0
 _BACKLOG = 1024
 
@@ -26,7 +31,7 @@ class ChannelUser(Protocol):
     def on_connect(self, channel: "HostChannel") -> None:
         """Called once, before anything else."""
 
-    def on_message(self, message: Any) -> None:
+    def on_message(self, message: dict[str, Any], blobs: Blobs) -> None:
         """Called with each message."""
 
     def on_end(self) -> None:
@@ -42,10 +47,11 @@ class HostChannel(asyncio.Protocol):
         self._user: ChannelUser | None = None
         self._incoming = bytearray()
 
-    def send(self, message: object) -> None:
+    def send(self, message: Mapping[str, Any], blobs: Blobs = ()) -> None:
         """Send a message, now or as soon as the peer reads."""
-        data = pickle.dumps(message)
-        self._transport.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+        parts = (encode(message), *blobs)
+        lengths = struct.pack(f">{len(parts)}Q", *map(len, parts))
+        self._transport.write(b"".join((_COUNT.pack(len(parts)), lengths, *parts)))
 
     def prove(self, half: bytes) -> None:
         """Send our half of the key."""
@@ -71,13 +77,28 @@ class HostChannel(asyncio.Protocol):
             del self._incoming[:_HALF_BYTES]
             self._user.on_connect(self)
             self.admitted.set_result(True)
-        while len(self._incoming) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self._incoming[:_LENGTH_BYTES], "big")
-            if len(self._incoming) < end:
-                return
-            message = pickle.loads(self._incoming[_LENGTH_BYTES:end])  # noqa: S301  The peer has the key.
-            del self._incoming[:end]
-            self._user.on_message(message)
+        while (parts := self._next_frame()) is not None:
+            self._user.on_message(decode(parts[0]), parts[1:])
+
+    def _next_frame(self) -> list[bytes] | None:
+        """The parts of the first frame, once all of it is there."""
+        if len(self._incoming) < _COUNT.size:
+            return None
+        (count,) = _COUNT.unpack_from(self._incoming)
+        if not 1 <= count <= _MAX_PARTS:
+            raise ValueError(f"a frame of {count:,} parts")
+        start = _COUNT.size + 8 * count
+        if len(self._incoming) < start:
+            return None
+        lengths = struct.unpack_from(f">{count}Q", self._incoming, _COUNT.size)
+        if len(self._incoming) < start + sum(lengths):
+            return None
+        parts = []
+        for length in lengths:
+            parts.append(bytes(self._incoming[start : start + length]))
+            start += length
+        del self._incoming[:start]
+        return parts
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._user is not None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,8 @@ from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import CallExecutor, CallResult, Command, Completion, Executor, FunctionCall, OnStart
 from loopwright.execution.ray.channel import ChannelUser, HostChannel, Listener
 from loopwright.execution.ray.connection import RayConnection, find_shortage
-from loopwright.execution.ray.host import HostAnswer, HostSettings, Package, serve
+from loopwright.execution.ray.host import HostSettings, serve
+from loopwright.execution.ray.messages import Blobs, HostAnswer, Package, Work, read_answer, trial_message
 from loopwright.execution.ray.options import RayOptions
 from loopwright.execution.ray.transfer import pack, unpack
 
@@ -56,21 +57,15 @@ class Host(ChannelUser):
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.answer: asyncio.Future[HostAnswer] | None = None
         """How its trial ends."""
-        self._last: Command | FunctionCall | None = None
+        self._last: Work | None = None
         self._task = submit(listener.expect(self))
         self.ended: asyncio.Future[None] = asyncio.wrap_future(self._task.future())
         self.ended.add_done_callback(lambda _: self.on_end())
 
-    def use(self, key: str, work: Command | FunctionCall, package: Package | None) -> "asyncio.Future[HostAnswer]":
-        """Start a trial: send it, or what differs from the last one, since most of it is the same in the whole run."""
-        last, self._last = self._last, work
-        message: object = work
-        if last is not None:
-            # Arguments always: 1, 1.0 and True are equal.
-            message = {
-                name: new for name, new in vars(work).items() if name == "arguments" or new != getattr(last, name)
-            }
-        self._channel.send(("use", key, message, package))
+    def use(self, key: str, work: Work, package: Package | None) -> "asyncio.Future[HostAnswer]":
+        """Start a trial."""
+        self._channel.send(*trial_message(key, work, self._last, package))
+        self._last = work
         return self.await_answer()
 
     def await_answer(self) -> "asyncio.Future[HostAnswer]":
@@ -80,7 +75,7 @@ class Host(ChannelUser):
             self.on_end()
         return self.answer
 
-    def send(self, *message: str) -> None:
+    def send(self, **message: str) -> None:
         """Send a message that is not about a new trial; safe in a signal handler."""
         if not self.is_lost:
             self._loop.call_soon_threadsafe(self._channel.send, message)
@@ -99,12 +94,12 @@ class Host(ChannelUser):
     def on_connect(self, channel: HostChannel) -> None:
         self._channel = channel
 
-    def on_message(self, message: Any) -> None:
+    def on_message(self, message: Mapping[str, Any], blobs: Blobs) -> None:
         if not self.ready.done():
-            self.node, self.shares_files = message
+            self.node, self.shares_files = message["node"], message["shares_files"]
             self.ready.set_result(None)
         elif self.answer is not None and not self.answer.done():
-            self.answer.set_result(message)
+            self.answer.set_result(read_answer(message, blobs))
 
     def on_end(self) -> None:
         self.is_lost = True
@@ -142,7 +137,7 @@ class HostPool:
         self._starting: set[asyncio.Task[Host]] = set()
         self._module_packs: dict[tuple[Path, ...], tuple[bytes, ...]] = {}
 
-    async def use(self, work: Command | FunctionCall, on_start: OnStart, package: Callable[[], Package]) -> Any:
+    async def use(self, work: Work, on_start: OnStart, package: Callable[[], Package]) -> Any:
         """Run a command or a call on a host; returns how it ended."""
         host = await self._acquire()
         key = uuid.uuid4().hex
@@ -177,7 +172,7 @@ class HostPool:
         except asyncio.CancelledError:
             if answer.cancelled():
                 answer = host.await_answer()
-                host.send("cancel", key)
+                host.send(do="cancel", key=key)
             while not answer.done():
                 with suppress(asyncio.CancelledError):  # a second one changes nothing
                     await asyncio.wait([answer])
@@ -195,7 +190,7 @@ class HostPool:
     def kill_all(self) -> None:
         """End all trials now."""
         for host in list(self._busy):
-            host.send("kill")
+            host.send(do="kill")
 
     async def close(self) -> None:
         """End all trials and hosts."""
@@ -206,7 +201,7 @@ class HostPool:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         for host in self._hosts:
-            host.send("close")
+            host.send(do="close")
         if self._hosts:
             await asyncio.wait([host.ended for host in self._hosts], timeout=self._settings.grace_s + 5)
         for host in self._hosts:

@@ -12,13 +12,14 @@ from typing import Any
 import ray
 
 from loopwright.core.errors import ClusterError, LaunchError, StorageError
-from loopwright.execution.base import CallResult, Command, Completion, FunctionCall
+from loopwright.execution.base import CallResult, Completion, FunctionCall
 from loopwright.execution.files import remove
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.local.reaper import Reaper
 from loopwright.execution.local.worker_pool import WorkerPool
 from loopwright.execution.ray.channel import ChannelUser, HostChannel, connect
+from loopwright.execution.ray.messages import Blobs, HostAnswer, Package, Work, answer_message, read_trial
 from loopwright.execution.ray.transfer import Stamps, pack, stamps, unpack
 
 
@@ -33,32 +34,10 @@ class HostSettings:
     gpus: float
 
 
-@dataclass(frozen=True)
-class Package:
-    """The files that a trial needs and that its node does not see."""
-
-    directory: bytes = b""
-    modules: tuple[bytes, ...] = ()
-    """The Python files of each entry of a call's path."""
-
-
-@dataclass(frozen=True)
-class HostAnswer:
-    """How a command or a call ended on a node."""
-
-    value: Completion | CallResult | None = None
-    files: bytes = b""
-    """What it has written, where the node does not share the driver's file system."""
-    error: str = ""
-    infra: bool = False
-    cancelled: bool = False
-
-
 class TrialHost(ChannelUser):
     """Runs one trial at a time for a driver, until the driver closes the connection."""
 
     _channel: HostChannel
-    _last: Command | FunctionCall
 
     def __init__(self, settings: HostSettings) -> None:
         self._settings = settings
@@ -66,6 +45,7 @@ class TrialHost(ChannelUser):
         self._pool = WorkerPool(1, output_bytes=settings.output_bytes, grace_s=settings.grace_s)
         self._reaper = Reaper("ray", detached=True)
         self._key = ""
+        self._last: Work | None = None
         self._trial: asyncio.Task[HostAnswer] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -80,7 +60,7 @@ class TrialHost(ChannelUser):
         try:
             self._reaper.start()
             sees_token = files == "auto" and Path(token).exists()  # noqa: ASYNC240  A local look.
-            self._channel.send((node, files == "shared" or sees_token))
+            self._channel.send({"node": node, "shares_files": files == "shared" or sees_token})
             await self._ended
         finally:
             await self._executor.close()
@@ -93,36 +73,36 @@ class TrialHost(ChannelUser):
     def on_connect(self, channel: HostChannel) -> None:
         self._channel = channel
 
-    def on_message(self, message: tuple[Any, ...]) -> None:
-        match message:
-            case "use", key, work, package:
-                self._use(key, work, package)
-            case "cancel", key if key == self._key and self._trial is not None:
+    def on_message(self, message: Mapping[str, Any], blobs: Blobs = ()) -> None:
+        match message["do"]:
+            case "use":
+                self._use(message, blobs)
+            case "cancel" if message["key"] == self._key and self._trial is not None:
                 self._trial.cancel()  # it is then answered
-            case ("kill",):
+            case "kill":
                 self._executor.kill_all()
                 self._pool.kill_all()
-            case ("close",) if not self._ended.done():
+            case "close" if not self._ended.done():
                 self._ended.set_result(None)
 
-    def _use(self, key: str, work: Any, package: Package | None) -> None:
-        """Start a command or a call: a whole one, or what differs from the last one."""
-        changes = work if isinstance(work, dict) else {"environment": work.environment}
-        if "environment" in changes:
-            changes["environment"] = self._with_devices(changes["environment"])
+    def _use(self, message: Mapping[str, Any], blobs: Blobs) -> None:
+        """Start a command or a call."""
+        work, package = read_trial(message, blobs, self._last)
         # The same environment as long as the driver sends no other: workers with another one are not used again.
-        self._last = replace(self._last if work is changes else work, **changes)
-        self._key, self._trial = key, asyncio.ensure_future(self._answer(self._last, package))
+        if "environment" in message["fields"]:
+            work = replace(work, environment=self._with_devices(work.environment))
+        self._last, self._key = work, message["key"]
+        self._trial = asyncio.ensure_future(self._answer(work, package))
         self._trial.add_done_callback(self._on_answer)
 
     def on_end(self) -> None:
         """The driver is gone, or we are."""
-        self.on_message(("kill",))
-        self.on_message(("close",))
+        self.on_message({"do": "kill"})
+        self.on_message({"do": "close"})
 
     # -- one trial ----------------------------------------------------------------------------------------------
 
-    async def _answer(self, work: Command | FunctionCall, package: Package | None) -> HostAnswer:
+    async def _answer(self, work: Work, package: Package | None) -> HostAnswer:
         try:
             if package is None:
                 return HostAnswer(await self._run(work))
@@ -137,18 +117,18 @@ class TrialHost(ChannelUser):
         if self._ended.done():
             return
         if trial.cancelled():
-            self._channel.send(HostAnswer(cancelled=True))
+            self._channel.send(*answer_message(HostAnswer(cancelled=True)))
         elif (error := trial.exception()) is not None:
             self._ended.set_exception(error)  # Ray gives it to the driver
         else:
-            self._channel.send(trial.result())
+            self._channel.send(*answer_message(trial.result()))
 
-    async def _run(self, work: Command | FunctionCall) -> Completion | CallResult:
+    async def _run(self, work: Work) -> Completion | CallResult:
         if isinstance(work, FunctionCall):
             return await self._pool.call(work, _ignore)
         return await self._executor.run(work, _ignore)
 
-    async def _run_packed(self, work: Command | FunctionCall, package: Package, directory: Path) -> HostAnswer:
+    async def _run_packed(self, work: Work, package: Package, directory: Path) -> HostAnswer:
         """Run a trial in a directory of this node, and return what it wrote there."""
         try:
             unpack(package.directory, directory)
@@ -159,7 +139,7 @@ class TrialHost(ChannelUser):
             with suppress(OSError):
                 remove(directory)
 
-    def _moved(self, work: Command | FunctionCall, package: Package, directory: Path, before: Stamps) -> Any:
+    def _moved(self, work: Work, package: Package, directory: Path, before: Stamps) -> Any:
         """A trial as this node runs it."""
         if isinstance(work, FunctionCall):
             if not before:
