@@ -15,6 +15,7 @@ from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.sessions.session import BudgetSpent
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest, WeightUpdate
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing import simulate
 from tests.rollouts.harness import timed
 
@@ -245,6 +246,36 @@ class TestNews:
             assert episode.answer == "x" * 40
 
         simulate(main())
+
+
+@pytest.mark.parametrize("talks", [False, True])
+def test_a_loop_that_ignores_its_cancellation_is_interrupted(talks):
+    """Its rollout ends five seconds after its deadline; its neighbours, and the worker, go on."""
+
+    async def run(task, session):
+        while task.id != "good":
+            try:
+                await asyncio.sleep(1e6)
+            except asyncio.CancelledError:
+                if talks:
+                    await session.turn(task.messages)
+        return await talk(task, session)
+
+    async def main():
+        worker = LoopWorker(FunctionLoop(run, deadline_s=2), ScriptedEngine(ScriptedConfig(slip=0.0), Path()))
+        pool = LocalPool(lambda: worker)
+        await pool.start()
+        good = RolloutRequest(replace(TASK, id="good"), "0")
+        episodes = await asyncio.gather(*map(pool.call, (RolloutRequest(TASK, "0"), good)))
+        episodes.append(await pool.call(good))
+        await pool.close()
+        return episodes
+
+    (stubborn, *others), seconds = simulate(timed(main()))
+    assert (stubborn.outcome, stubborn.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+    assert stubborn.reason == "not finished within 2 s; FunctionLoop.run ignored its cancellation for 5 s"
+    assert seconds == pytest.approx(7, abs=0.1)
+    assert [each.outcome for each in others] == [Outcome.OK, Outcome.OK]
 
 
 def test_closing_closes_both_even_if_one_fails():

@@ -109,9 +109,9 @@ class Docker(Sandbox):
             raise SandboxError('sandbox = "docker" needs Docker. Install it (https://docs.docker.com), or use "bwrap".')
         done = run_docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_TIMEOUT_S)
         if done.returncode:
-            reason = done.stderr.strip().rstrip(".?") or "no error message"
+            reason = done.stderr.strip() or "no error message"
             raise SandboxError(
-                f'sandbox = "docker": {reason}. '
+                f'sandbox = "docker": {reason}{"" if reason.endswith((".", "?")) else "."} '
                 'Start the daemon (systemctl start docker), set DOCKER_HOST, or use "bwrap".'
             )
         major = done.stdout.partition(".")[0]

@@ -23,6 +23,8 @@ from loopwright.rollouts.pools.steps import BLOCKED_S, WatchedCall, current_call
 
 log = logging.getLogger(__name__)
 
+_GRACE_S = 5.0
+"""How long a loop may go on after its cancellation."""
 _TOLERANCE_S = 0.001
 """Timers of event loops may fire slightly early."""
 
@@ -69,7 +71,7 @@ class LoopWorker(Worker):
         config, call = loop.config, current_call.get() or WatchedCall()
         engine, sampling = self._engine.for_session(request.seed), request.merge_sampling(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
-        deadline = PolicyDeadline(session, config)
+        deadline = PolicyDeadline(session, config, call)
         call.on_stall.append(deadline.postpone)
         call.limit_s = config.deadline_s
         try:
@@ -78,6 +80,10 @@ class LoopWorker(Worker):
                 answer = await contain_failures(loop.run(deepcopy(request.task), session))
             episode = self._checked(answer, request.task, loop)
         except Exception as error:  # noqa: BLE001  a user's loop may raise anything
+            if isinstance(error, EventLoopBlocked) and call.is_stubborn:
+                name = f"{type(loop).__name__}.run"
+                reason = f"{OUT_OF_TIME} {config.deadline_s:g} s; {name} ignored its cancellation for {_GRACE_S:g} s"
+                return session.episode(request.task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
             if isinstance(error, EventLoopBlocked):
                 return _blocked(request.task, session, call, loop)
             if isinstance(error, TimeoutError) and deadline.expired_at is not None:
@@ -141,9 +147,9 @@ class PolicyDeadline:
     The engine has its own limits: `engine_timeout_s` without a token, and ten times as much in all.
     """
 
-    def __init__(self, session: Session, config: LoopConfig) -> None:
-        self._session, self._config = session, config
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, session: Session, config: LoopConfig, call: WatchedCall) -> None:
+        self._session, self._config, self._call = session, config, call
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._start = self._loop.time()
         self._stalled_s = 0.0
         self._timeout = asyncio.timeout(None)
@@ -167,7 +173,7 @@ class PolicyDeadline:
     def postpone(self, stall_s: float) -> None:
         """Another rollout has blocked the event loop for this long."""
         self._stalled_s += stall_s
-        if self._timer is not None and self.expired_at is None:
+        if self._timer is not None:
             self._arm()
 
     @property
@@ -176,6 +182,8 @@ class PolicyDeadline:
         return self._due() < self._loop.time()
 
     def _arm(self) -> None:
+        if self.expired_at is not None:  # code that ignores its cancellation may wait for the engine once more
+            return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(self._due(), self._check)
@@ -200,6 +208,14 @@ class PolicyDeadline:
             self.engine_failure = self._config.engine_failure(silent_s + offset_s, waited_s + offset_s)
         self.expired_at = now
         self._timeout.reschedule(now)
+        self._timer = self._loop.call_later(_GRACE_S, self._insist)
+
+    def _insist(self) -> None:
+        """Interrupt code that has ignored its cancellation; again and again, as it may ignore that, too."""
+        self._call.is_stubborn = True
+        if self._task is not None:
+            self._task.cancel()
+        self._timer = self._loop.call_later(_GRACE_S, self._insist)
 
 
 def _blocked(task: Task, session: Session, call: WatchedCall, loop: AgentLoop) -> Episode:

@@ -20,7 +20,7 @@ _TICK_S = 0.5
 
 
 class StepInterrupted(BaseException):
-    """Raised in a step that does not end. Not an Exception, so that the code of the step does not swallow it."""
+    """Raised in code that does not end or ignores its cancellation. No Exception, so that it is seldom swallowed."""
 
 
 class WatchedCall:
@@ -34,6 +34,8 @@ class WatchedCall:
         """How long its own code has blocked the event loop in earlier steps."""
         self.step_start_s: float | None = None
         """When its current step began, on the event loop's clock."""
+        self.is_stubborn = False
+        """Whether its code has ignored a cancellation, so that the next one is a StepInterrupted."""
         self.on_stall: list[Callable[[float], object]] = []
         """Called with the seconds that another call has blocked the event loop, to move a deadline."""
 
@@ -173,3 +175,5 @@ class _Steps:
                 raise
             except BaseException as exception:  # noqa: BLE001  passed on to the code that waits
                 error = exception
+                if call.is_stubborn and isinstance(exception, asyncio.CancelledError):
+                    error = StepInterrupted()
