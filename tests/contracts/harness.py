@@ -1,14 +1,11 @@
 """Shared by the contract tests: tiny in-process environments and agents, and whole campaigns from TOML."""
 
-import contextlib
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from loopwright.agents.search.base import Env, SearchAgent
 from loopwright.core.agent import AgentConfig
-from loopwright.core.errors import LedgerError
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives, Penalties, RewardFunction
 from loopwright.core.trial import Action, Feedback, Observation, Regime, Result, Trial
@@ -19,16 +16,6 @@ from loopwright.scenario.dispatch import dispatch, reopen
 from loopwright.scenario.load import load
 from loopwright.spaces.space import Draws
 from loopwright.workloads.base import Job, Workload
-
-
-def close_with(owner: object, ledger: Ledger) -> None:
-    """Close the ledger with its owner, unless a test has: Python 3.13 warns of connections that are not closed."""
-
-    def close() -> None:
-        with contextlib.suppress(LedgerError):
-            ledger.close()
-
-    weakref.finalize(owner, close)
 
 
 class AnySpace:
@@ -78,7 +65,6 @@ class FunctionEnv(SearchEnv):
         directory = directory / "run"
         directory.mkdir(parents=True, exist_ok=True)
         ledger = Ledger.create(directory / "ledger.db")
-        close_with(self, ledger)
         super().__init__(
             TrialBook("run", directory, ledger, budget=budget, count_cached=count_cached, observers=observers),
             space=space or AnySpace(),

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from tests.contracts.harness import close_with
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives, Penalties
@@ -47,9 +46,7 @@ def trial_book(directory: Path, name: str = "run", **options: Any) -> TrialBook:
     path = folder / "ledger.db"
     ledger = Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "test"})
     ledger.close_episodes()
-    book = TrialBook(name, folder, ledger, **options)
-    close_with(book, ledger)
-    return book
+    return TrialBook(name, folder, ledger, **options)
 
 
 def search_env(

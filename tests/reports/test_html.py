@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.reports.page import write_report
+from loopwright.reports.page import code, write_report
 from loopwright.reports.search.charts import DRAWN
 from tests.reports.ledgers import action_of, gflops, logs
 
@@ -429,3 +429,9 @@ def test_a_script_error_is_detected(campaign, tmp_path, render):
 
     with pytest.raises(AssertionError):
         assert_drawn(*vars(render(tmp_path / "broken.html")).values())
+
+
+def test_names_between_backticks_are_code_and_everything_else_is_escaped():
+    assert code("read `loopwright episodes <x>`, or `not & this") == (
+        "read <code>loopwright episodes &lt;x&gt;</code>, or `not &amp; this"
+    )

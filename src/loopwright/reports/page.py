@@ -1,6 +1,7 @@
 """The report: one HTML file made from the ledgers alone, which opens from disk and needs no network."""
 
 import os
+import re
 import shlex
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -181,9 +182,16 @@ def _environment() -> "Environment":
         undefined=StrictUndefined,
     )
     environment.filters |= {name: getattr(formatting, name) for name in _FILTERS}
-    environment.filters["only"] = only
+    environment.filters |= {"only": only, "code": code}
     environment.globals |= {"trial_logs": trial_logs, "unit_of": formatting.unit_of}
     return environment
+
+
+def code(text: str) -> str:
+    """Text as markup, with what stands between backticks as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704  escaped
 
 
 def only(action: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class RunProgress(Observer):
         unscored = self.done - self.scored
         if self.training is not None:
             counted, total = self.training.done, self.training.total
-            parts = [*self.training.parts()[: self.training_parts], f"{number(self.done)} rollouts"]
+            parts = [*self.training.parts()[: self.training_parts], formatting.counted(self.done, "rollout")]
             parts += [f"{number(unscored)} without a reward"] if unscored else []
             parts += self.training.speed()
         elif self.has_rollouts:
