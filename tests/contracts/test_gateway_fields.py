@@ -262,6 +262,33 @@ def test_t13_fields_of_tools_are_named(path, tool):
     run(main)
 
 
+def test_t13_what_cannot_be_included_is_named_and_malformed_options_are_refused():
+    async def main():
+        async with serve() as gateway:
+            session, path = await gateway.open(), "v1/responses"
+            known = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+            assert (await post(session, path, {"input": "a", "include": known}))[:2] == (200, None)
+            status, ignored, _ = await post(session, path, {"input": "a", "include": [*known, "file_search", {"a": 1}]})
+            assert (status, ignored) == (200, "include")
+            assert session.served.describe()["turns"][-1]["ignored"] == {"include": ["file_search", {"a": 1}]}
+            for broken in ({"include": "file_search"}, {"text": "json"}):
+                status, _, answer = await post(session, path, {"input": "a", **broken})
+                assert (status, answer["error"]["param"]) == (400, next(iter(broken)))
+
+    run(main)
+
+
+def test_t13_a_response_repeats_only_the_limit_that_was_requested():
+    async def main():
+        async with serve() as gateway:
+            session = await gateway.open()
+            for sent, repeated in (({}, None), ({"max_output_tokens": 7}, 7)):
+                _, _, answer = await post(session, "v1/responses", {"input": "a", **sent})
+                assert answer["max_output_tokens"] == repeated
+
+    run(main)
+
+
 def test_t13_top_logprobs_without_logprobs_are_named():
     async def main():
         async with serve() as gateway:

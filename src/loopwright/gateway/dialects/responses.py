@@ -13,7 +13,7 @@ from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialects import fields
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import BadRequest, StateNotFound
-from loopwright.gateway.dialects.known_fields import KnownFields, ignored_options
+from loopwright.gateway.dialects.known_fields import KnownFields, ignored_options, recordable
 from loopwright.gateway.dialects.response_items import Item, ToolOrigin, custom_input, parse_items, parse_tools
 from loopwright.gateway.dialects.sampling_fields import sampling
 from loopwright.gateway.sessions.turn import Delta, Turn
@@ -21,6 +21,8 @@ from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruc
 from loopwright.gateway.sessions.turn_parser import END_THINK
 
 _LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+"""What a client may ask to be included; reasoning is always there, in plain text."""
 _REASONING, _TEXT = "reasoning", "text"
 _ERROR_CODES = {"invalid": "invalid_prompt", "context": "context_length_exceeded", "quota": "rate_limit_exceeded"}
 _ECHOED = (
@@ -129,24 +131,35 @@ class Responses(Dialect):
     def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
         sent_tools = fields.objects(body.get("tools"), "tools")
         tools, origins, ignored = parse_tools(sent_tools)
-        text, include = body.get("text"), body.get("include")
+        text, include = body.get("text"), body.get("include") or []
+        if not isinstance(text, Mapping | None):
+            raise BadRequest("text: expected an object", "text")
+        if not isinstance(include, list):
+            raise BadRequest("include: expected a list of texts", "include")
+        others = [each for each in include if each not in _INCLUDED]
+        limit = next((body[name] for name in _LIMITS if body.get(name) is not None), None)
         top = fields.integer(body, "top_logprobs", 0, 20) or 0
-        instruction = format_instruction(text.get("format") if isinstance(text, Mapping) else None, "text.format")
+        instruction = format_instruction((text or {}).get("format"), "text.format")
         return TurnRequest(
             messages,
             sampling(self.defaults, body, _LIMITS, self.tokenizer.size, top_logprobs=top),
             tools=tools,
             stop=fields.openai_stop(body),
             stream=fields.flag(body, "stream"),
-            logprobs=isinstance(include, list) and _LOGPROBS in include,
+            logprobs=_LOGPROBS in include,
             top_logprobs=top,
             model=fields.model(body),
             seed=fields.integer(body, "seed"),
             options=TurnOptions.from_openai(body, tools, self.grammar, instruction),
-            ignored={**ignored_options(text, "text", "format"), **ignored},
+            ignored={
+                **ignored_options(text, "text", "format"),
+                **({"include": recordable(others)} if others else {}),
+                **ignored,
+            },
             tool_origins=origins,
             echo={
                 **{name: body.get(name) for name in _ECHOED.split()},
+                "max_output_tokens": limit,
                 "tools": [sent_tool(tool) for tool in sent_tools],
             },
         )
@@ -206,7 +219,7 @@ def _head(request: TurnRequest, call_id: str) -> dict[str, Any]:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "max_output_tokens": sampling.max_tokens,
+        "max_output_tokens": None,
         "max_tool_calls": None,
         "metadata": {},
         "model": request.model,
