@@ -121,6 +121,24 @@ def test_a07_a_process_cannot_protect_itself_from_being_ended_when_memory_runs_o
     assert harness.output_of(harness.python(script)).split()[1] == "refused"
 
 
+def test_a07_the_kernels_own_tables_are_not_readable(tmp_path):
+    """Files of /proc that only root may read stay hidden, although root inside owns them like root outside."""
+    harness = SandboxHarness(tmp_path, sandbox_of("bwrap"))
+    script = """
+    import os
+    for name in sorted(os.listdir("/proc")):
+        path = f"/proc/{name}"
+        if os.path.isfile(path) and not os.stat(path).st_mode & 0o044:
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    print(path, len(os.read(file.fileno(), 64)))
+            except OSError:
+                pass
+    """
+    readable = [line for line in harness.output_of(harness.python(script)).splitlines() if not line.endswith(" 0")]
+    assert readable == []
+
+
 @pytest.fixture
 def memory_group():
     """Skips the test where no control group limits memory."""

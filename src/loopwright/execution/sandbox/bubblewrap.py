@@ -46,12 +46,9 @@ _SYSTEM = tuple(
 _KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/scsi", "/proc/acpi")
 """What root could still write to, since the kernel only checks the owner."""
 _SHARED = (
-    "/proc/keys",
-    "/proc/key-users",
-    "/proc/kcore",
-    "/proc/timer_list",
-    "/proc/latency_stats",
-    "/proc/sched_debug",
+    *("/proc/keys", "/proc/key-users", "/proc/kcore", "/proc/kmsg", "/proc/timer_list", "/proc/latency_stats"),
+    *("/proc/sched_debug", "/proc/slabinfo", "/proc/vmallocinfo", "/proc/pagetypeinfo"),
+    *("/proc/kpagecount", "/proc/kpageflags", "/proc/kpagecgroup"),
 )
 """What /proc shows of the whole machine, to root at least."""
 _LAUNCHER = (sys.executable, "-IS", launcher_main.__file__)
