@@ -61,6 +61,27 @@ def test_tests_do_not_use_programs_and_settings_in_the_agents_home(tmp_path, mon
 
 
 @NEEDS_BWRAP
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_runs_no_programs_of_the_agents_repository(tmp_path):
+    """Given tests that use git in the workspace, neither a hook nor a file-system monitor can forge the reward."""
+    agent = f"""
+        forge='echo 1 > "{LOGS}/reward.txt"'
+        git init -q .
+        for name in post-checkout post-index-change pre-commit; do
+            printf '#!/bin/sh\n%s\n' "$forge" > .git/hooks/$name
+            chmod +x .git/hooks/$name
+        done
+        git config core.fsmonitor "$forge; false"
+        git config core.hooksPath .git/hooks
+    """
+    identity = "-c user.email=a@b -c user.name=a"
+    test = f'echo 0 > "{LOGS}/reward.txt"; git status; git {identity} commit --allow-empty -m x; git checkout -b other'
+    report = verify_task(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"), agent=agent)
+    assert report["rewards"] == {"reward": 0.0}
+    assert "Switched to a new branch" in report["output"]
+
+
+@NEEDS_BWRAP
 def test_our_own_interpreter_is_available_to_tests(tmp_path):
     report = verify_task(
         write(tmp_path / "task", test=f"command -v python3 && {PASS}"), tmp_path, sandbox=sandbox_of("bwrap")

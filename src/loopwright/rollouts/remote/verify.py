@@ -51,6 +51,14 @@ _NAMED_PATHS = {_TESTS: rb"/tests", _VERIFIER: rb"/logs"}
 _NAMED = rb"(?<!:-)(?<![\w.}])%s(?![\w-])"
 """How tests name a path of Harbor's, other than as the default of a variable (`${LOOPWRIGHT_TESTS_DIR:-/tests}`)."""
 _MAX_SOURCE_BYTES = 2**20
+_GIT_ENV = {
+    "GIT_CONFIG_COUNT": "2",
+    "GIT_CONFIG_KEY_0": "core.hooksPath",
+    "GIT_CONFIG_VALUE_0": "/dev/null",
+    "GIT_CONFIG_KEY_1": "core.fsmonitor",
+    "GIT_CONFIG_VALUE_1": "false",
+}
+"""Keeps git from running programs that a repository in the workspace names: `git status` would run its fsmonitor."""
 _PATH_VARIABLES = {
     _TESTS: "LOOPWRIGHT_TESTS_DIR",
     _VERIFIER: "LOOPWRIGHT_VERIFIER_DIR",
@@ -210,7 +218,7 @@ class TaskScript:
         # The tests must import neither what an agent left in its home directory nor what is in the workspace, but their
         # own modules.
         env |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths[_TESTS]} if _TESTS in paths else {}
-        env |= {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1", **self.env}
+        env |= {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV, **self.env}
         env |= {_PATH_VARIABLES[mount]: path for mount, path in paths.items() if mount in _PATH_VARIABLES}
         command = Command(
             # By a shell, like Harbor: it also runs scripts without a shebang line.
