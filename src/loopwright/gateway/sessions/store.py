@@ -1,8 +1,8 @@
 """The store: sessions, their nodes and their calls, on disk before a client sees them.
 
 It is a SQLite file, like a ledger. All waiting writes are committed together. The event loop commits small ones itself:
-that takes less time than to wake a thread and to be woken by it. A thread commits large ones, makes the checkpoints,
-which wait for the disk, and commits everything while the disk is slow.
+that takes less time than to wake a thread and to be woken by it. A thread commits large ones, and everything while the
+disk is slow. Another one makes the checkpoints, which wait for the disk, while calls go on.
 """
 
 import asyncio
@@ -91,6 +91,7 @@ PROBE: Sequence[Statement] = (
     ("DELETE FROM sessions WHERE id = '/'", ()),
 )
 """Changes nothing, but shows whether the store can be written."""
+_PAGE_BYTES = 4096
 _PAGES_BYTES = 2**16
 """What a write takes besides its data."""
 _ROW_BYTES, _ID_BYTES = 2**13, 4
@@ -99,8 +100,8 @@ _MAX_QUICK_BYTES = 2**21
 """What the event loop commits at once, at most; it takes about a millisecond."""
 _SLOW_S, _REST_S = 0.01, 1.0
 """After a commit that took this long, the thread commits everything for a while."""
-_CHECKPOINT_BYTES = 2**24
-"""All calls wait for a checkpoint, so it is rare."""
+_CHECKPOINT_BYTES, _MAX_LOG_BYTES = 2**24, 2**26
+"""How much is logged between checkpoints, and when all calls wait for one: only then can the log start again."""
 
 
 class DiskStore:
@@ -126,6 +127,7 @@ class DiskStore:
             quick_connection = connect(self.path, "NORMAL")
             # The event loop does not wait for others that write, such as a user's `sqlite3`.
             quick_connection.executescript("PRAGMA wal_autocheckpoint = 0; PRAGMA busy_timeout = 0;")
+            self._checkpoint_connection = connect(self.path, "NORMAL")
         self.connections = (quick_connection, self._connection)
         """That of the event loop, and that of the thread."""
         self._transaction = Transaction(self.path, self._connection)
@@ -142,6 +144,7 @@ class DiskStore:
         self._queue: queue.SimpleQueue[Sequence[_Write] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
         self._thread.start()
+        self._checkpointer: threading.Thread | None = None
 
     def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
         """Write all statements or none; done once they are committed. StorageError if they cannot be.
@@ -179,7 +182,8 @@ class DiskStore:
         self._write_waiting()
         self._queue.put(None)
         self._thread.join()
-        for connection in self.connections:
+        self._wait_for_checkpoint()
+        for connection in (*self.connections, self._checkpoint_connection):
             connection.close()
         os.close(self._lock)
 
@@ -210,14 +214,29 @@ class DiskStore:
                     self._quick_after_s = max(self._quick_after_s, end_s + _REST_S)
         else:
             self._hand_over(jobs)
-        if self._log_bytes >= _CHECKPOINT_BYTES:
+        if self._log_bytes >= _CHECKPOINT_BYTES and (self._checkpointer is None or not self._checkpointer.is_alive()):
+            self._log_bytes = 0
+            self._checkpointer = threading.Thread(target=self._checkpoint, name="gateway-checkpoint", daemon=True)
+            self._checkpointer.start()
+        elif self._log_bytes >= _MAX_LOG_BYTES:  # the checkpoint takes longer than all these writes
             self._log_bytes = 0
             self._hand_over(())
 
     def _hand_over(self, jobs: Sequence[_Write]) -> None:
-        """Let the thread commit them; without any, it makes a checkpoint."""
+        """Let the thread commit them; without any, it makes a checkpoint, for which all calls wait."""
         self._thread_batches += 1
         self._queue.put(jobs)
+
+    def _checkpoint(self) -> None:
+        """Copy the log into the file while calls go on, so that what they log meanwhile remains."""
+        with suppress(sqlite3.Error):  # the next one makes up for it
+            _, pages, copied = self._checkpoint_connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if pages > copied and pages * _PAGE_BYTES > _MAX_LOG_BYTES:
+                self._loop.call_soon_threadsafe(self._hand_over, ())
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.join()
 
     def _commit(self, transaction: Transaction, statements: Iterable[Statement]) -> None:
         with transaction as connection:
@@ -243,7 +262,8 @@ class DiskStore:
                 if size or failure is not None:
                     self._failed_bytes = size if failure is not None else 0
             if () in batches:
-                with suppress(sqlite3.Error):  # the next one makes up for it
+                self._wait_for_checkpoint()
+                with suppress(sqlite3.Error):
                     self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             # Once for all of them: waking the event loop costs more than resolving a future.
             self._loop.call_soon_threadsafe(self._finish, len(batches), [done for _, done in jobs], failure)
