@@ -217,7 +217,7 @@ class SpecialTokens:
         names = sorted(tokenizer.specials, key=len, reverse=True)
         self._prefix = names[-1][:1] if len({name[:1] for name in names}) == 1 else ""
         one = "|".join(map(re.escape, names)) or "(?!)"
-        self._names = re.compile(one)
+        self._names = re.compile(f"({one})")
         self._split = re.compile(f"{_MARKS[0]}(?:{one}){_MARKS[1]}|({one})")
         self._strips: Mapping[str, tuple[bool, bool]] = getattr(tokenizer, "strips", {})
         self._encode_later = getattr(tokenizer, "encode_later", tokenizer.encode)
@@ -240,9 +240,14 @@ class SpecialTokens:
 
     def find(self, text: str, names: frozenset[str], start: int = 0) -> re.Match[str] | None:
         """The first of these special tokens that the template wrote, from a position on."""
-        while (match := self._split.search(text, start)) is not None and match[1] not in names:
+        pattern = self._pattern(text)
+        while (match := pattern.search(text, start)) is not None and match[1] not in names:
             start = match.end()
         return match
+
+    def _pattern(self, text: str) -> re.Pattern[str]:
+        """What finds special tokens in a text. Names alone are found faster, because all of them start alike."""
+        return self._split if _MARKS[0] in text else self._names
 
     def encode(self, text: str, after: str = "", *, is_start: bool = True) -> list[tuple[int, list[int]]]:
         """The ids of rendered text, in segments: where each ends, and its ids.
@@ -251,7 +256,7 @@ class SpecialTokens:
         """
         segments: list[tuple[int, list[int]]] = []
         start, before, is_start = 0, after, is_start and not after
-        for match in self._split.finditer(text):
+        for match in self._pattern(text).finditer(text):
             if (name := match[1]) is None:
                 continue  # a name that is meant as text
             if match.start() > start:

@@ -95,10 +95,8 @@ class RequestObserver:
         if self._log is not None:
             self._log.close()
 
-    def observe(self, request: web.Request, status: int, seconds: float) -> None:
-        """Record a request that has ended."""
-        resource = request.match_info.route.resource
-        route = "other" if resource is None else resource.canonical
+    def observe(self, request: web.Request, route: str, id: str | None, status: int, seconds: float) -> None:
+        """Record a request that has ended; `id` is that of its session, if it names one."""
         self._requests[route, status] += 1
         if (buckets := self._buckets.get(route)) is None:
             buckets = self._buckets[route] = [0] * (len(_BOUNDS_S) + 1)
@@ -117,10 +115,11 @@ class RequestObserver:
                 call.turns_counted = True
                 self._turns.update(call.owner.session.verdicts[draft.node].kind for draft in call.drafts)
         if self._log is not None and route not in _UNLOGGED:
-            self._log.write(self._log_entry(request, route, status, seconds))
+            self._log.write(self._log_entry(request, route, id, status, seconds))
 
-    def _log_entry(self, request: web.Request, route: str, status: int, seconds: float) -> dict[str, Any]:
-        id = request.match_info.get("id")
+    def _log_entry(
+        self, request: web.Request, route: str, id: str | None, status: int, seconds: float
+    ) -> dict[str, Any]:
         entry = {
             "time": self._gateway.clock(),
             "method": request.method,

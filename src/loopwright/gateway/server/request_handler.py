@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+AnyHandler = Callable[[Any], Awaitable[web.StreamResponse]]
 ROUTES: dict[str, type[Dialect]] = {
     "v1/chat/completions": ChatCompletions,
     "v1/completions": Completions,
@@ -73,30 +74,48 @@ class RequestHandler:
     def mount(self, app: web.Application) -> None:
         """Add the routes of the dialects."""
         for path in ROUTES:
-            app.router.add_route("POST", f"/{{id}}/{path}", self._turn_handler(path))
+            app.router.add_route("POST", f"/{{id}}/{path}", self._routed_turn)
             app.router.add_route("POST", f"/{{id}}/{path}/count_tokens", self._count_handler(path))
         app.router.add_route("POST", "/{id}/v1/responses/input_tokens", self._count_handler("v1/responses"))
         for path in ("/{id}/tokenize", "/{id}/v1/tokenize"):
             app.router.add_route("POST", path, self._tokenize)
 
+    def dispatcher(self, route: AnyHandler) -> AnyHandler:
+        """Handles turns of sessions in memory, and routes all other requests: the router takes its time."""
+
+        async def dispatch(request: web.Request) -> web.StreamResponse:
+            _, id, *rest = request.raw_path.split("/", 2)
+            session, path = self._gateway.sessions.get(id), rest[0] if rest else ""
+            if session is None or path not in ROUTES or request.method != "POST" or "expect" in request.headers:
+                return await route(request)
+            return await self._respond(request, f"/{{id}}/{path}", id, self._turn(request, path, session))
+
+        return dispatch
+
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn errors into responses, and observe how each request ends."""
+        resource, id = request.match_info.route.resource, request.match_info.get("id")
+        return await self._respond(request, "other" if resource is None else resource.canonical, id, handler(request))
+
+    async def _respond(
+        self, request: web.Request, route: str, id: str | None, handling: Awaitable[web.StreamResponse]
+    ) -> web.StreamResponse:
         start, status = time.perf_counter(), _CLIENT_LEFT
         self.guard.last_calls.pop(request.protocol, None)  # a client that asks again has read the response before
         try:
             try:
-                response = await handler(request)
+                response = await handling
             except ConnectionResetError:
                 raise
             except Exception as error:  # noqa: BLE001  each becomes a response
-                response = self._error_response(request, error)
+                response = self._error_response(request, route, error)
             status = response.status
             return response
         finally:
-            self.observer.observe(request, status, time.perf_counter() - start)
+            self.observer.observe(request, route, id, status, time.perf_counter() - start)
 
-    def _error_response(self, request: web.Request, error: Exception) -> web.StreamResponse:
+    def _error_response(self, request: web.Request, route: str, error: Exception) -> web.StreamResponse:
         if isinstance(error, web.HTTPRequestEntityTooLarge):
             message = f"the request is larger than {self._config.body_bytes} bytes"
             refusal = Refusal(413, "too_large", message, retry=False)
@@ -106,7 +125,7 @@ class RequestHandler:
         else:
             refusal = refusal_of(error)
             if refusal.status == 500:
-                log.error("%s %s failed", request.method, request.match_info.route.resource, exc_info=error)
+                log.error("%s %s failed", request.method, route, exc_info=error)
         path = request.path.lstrip("/").partition("/")[2].removesuffix("/count_tokens")
         if "anthropic-version" in request.headers:
             path = "v1/messages"
@@ -127,13 +146,15 @@ class RequestHandler:
 
     def session(self, request: web.Request) -> ServedSession:
         """The session of a request that has its key, to call models."""
-        id = request.match_info["id"]
-        session = self._gateway.sessions.get(id) or self._gateway.find(id, _key(request))
-        if session.admits(_key(request)):
-            if request.protocol in self.guard.unauthenticated:
-                self.guard.admit(request.protocol, id)
-            return session
-        raise Refusal.wrong_key()
+        session = self._gateway.find(request.match_info["id"], _key(request))
+        self._check_key(request, session)
+        return session
+
+    def _check_key(self, request: web.Request, session: ServedSession) -> None:
+        if not session.admits(_key(request)):
+            raise Refusal.wrong_key()
+        if request.protocol in self.guard.unauthenticated:
+            self.guard.admit(request.protocol, session.id)
 
     def owned_session(self, request: web.Request) -> ServedSession:
         """The session of a request of its owner, or with the gateway's token, to read or end it."""
@@ -198,47 +219,60 @@ class RequestHandler:
             with prepared.used_by(dialect.tokenizer):
                 yield prepared.content, prepared.digest
 
-    def _turn_handler(self, path: str) -> Handler:
-        async def handle_turn(request: web.Request) -> web.StreamResponse:
-            session = self.session(request)
-            if session.status != "open":
-                raise session.refusal()
-            dialect = session.dialects.get(path) or self._dialect(session, path)
-            retries = request.headers.get("x-stainless-retry-count", "0")
-            is_retry = retries.isdecimal() and int(retries[:9]) > 0
-            content: AbstractAsyncContextManager[tuple[dict[str, Any], bytes]]
-            if request.content_length is not None and request.content_length <= LARGE_BYTES:
-                content = nullcontext(dialect.bodies.read(await self._read(request)))
-            else:
-                content = self._large_body(request, session, dialect)
-            async with content as (body, digest):
-                if session.status != "open":
-                    raise session.refusal()
-                turn_request = dialect.parse(body)
-                if branch := request.headers.get("x-loopwright-branch") or request.headers.get("thread-id"):
-                    turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
-                call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
-                dialect.bodies.keep()
-                request[CALL] = turn_request, call
-                call.join()
-            is_delivered = False
-            try:
-                if turn_request.stream:
-                    response = await self._stream(request, dialect, turn_request, call)
-                else:
-                    turns = await call.result()
-                    if turn_request.return_token_ids:
-                        prompts = call.prompts()
-                        turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
-                    body = dialect.render(turn_request, call.id, turns)
-                    response = json_response(body, headers=_notice(call) if call.record.ignored else None)
-                if (transport := request.transport) is not None and not transport.is_closing():
-                    self.guard.last_calls[request.protocol], is_delivered = call, True
-                return response
-            finally:
-                call.leave(is_delivered=is_delivered)
+    async def _routed_turn(self, request: web.Request) -> web.StreamResponse:
+        path = request.match_info.route.resource.canonical.removeprefix("/{id}/")  # type: ignore[union-attr]
+        return await self._turn(request, path, self._gateway.find(request.match_info["id"], _key(request)))
 
-        return handle_turn
+    async def _turn(self, request: web.Request, path: str, session: ServedSession) -> web.StreamResponse:
+        self._check_key(request, session)
+        if session.status != "open":
+            raise session.refusal()
+        dialect, headers = session.dialects.get(path) or self._dialect(session, path), request.headers
+        retries = headers.get("x-stainless-retry-count", "0")
+        is_retry = retries.isdecimal() and int(retries[:9]) > 0
+        if request.content_length is not None and request.content_length <= LARGE_BYTES:
+            body, digest = dialect.bodies.read(await self._read(request))
+            turn_request, call = self._call(session, dialect, headers, body, digest, is_retry=is_retry)
+        else:
+            async with self._large_body(request, session, dialect) as (body, digest):
+                turn_request, call = self._call(session, dialect, headers, body, digest, is_retry=is_retry)
+        request[CALL], is_delivered = (turn_request, call), False
+        try:
+            if turn_request.stream:
+                response = await self._stream(request, dialect, turn_request, call)
+            else:
+                turns = await call.result()
+                if turn_request.return_token_ids:
+                    prompts = call.prompts()
+                    turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
+                body = dialect.render(turn_request, call.id, turns)
+                response = json_response(body, headers=_notice(call) if call.record.ignored else None)
+            if (transport := request.transport) is not None and not transport.is_closing():
+                self.guard.last_calls[request.protocol], is_delivered = call, True
+            return response
+        finally:
+            call.leave(is_delivered=is_delivered)
+
+    def _call(
+        self,
+        session: ServedSession,
+        dialect: Dialect,
+        headers: Mapping[str, str],
+        body: dict[str, Any],
+        digest: bytes,
+        *,
+        is_retry: bool,
+    ) -> tuple[TurnRequest, SessionCall]:
+        """The turn that a body asks for, and its call, which runs from now on."""
+        if session.status != "open":
+            raise session.refusal()
+        turn_request = dialect.parse(body)
+        if branch := headers.get("x-loopwright-branch") or headers.get("thread-id"):
+            turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
+        call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
+        dialect.bodies.keep()
+        call.join()
+        return turn_request, call
 
     def _count_handler(self, path: str) -> Handler:
         async def handle_count(request: web.Request) -> web.StreamResponse:

@@ -52,6 +52,7 @@ class Server:
         """Start to listen."""
         await self._runner.setup()
         assert self._runner.server is not None  # noqa: S101  it is set up
+        self._runner.server.request_handler = self._handler.dispatcher(self._runner.server.request_handler)
         # Not a TCPSite, which would not use our class of connections.
         connect = self._handler.guard.protocol_factory(self._runner.server, access_log=None, keepalive_timeout=75.0)
         try:

@@ -98,9 +98,9 @@ _ROW_BYTES, _ID_BYTES = 2**13, 4
 """About what a row takes in the log: two pages, and for each byte of its token ids as much for logprobs and text."""
 _MAX_QUICK_BYTES = 2**21
 """What the event loop commits at once, at most; it takes about a millisecond."""
-_SLOW_S, _REST_S = 0.01, 1.0
-"""After a commit that took this long, the thread commits everything for a while."""
-_CHECKPOINT_BYTES, _MAX_LOG_BYTES = 2**24, 2**26
+_SLOW_S, _MIN_REST_S, _MAX_REST_S = 0.01, 0.05, 2.0
+"""After a commit that took this long, the thread commits everything for a while: longer each time it happens again."""
+_CHECKPOINT_BYTES, _MAX_LOG_BYTES = 2**24, 2**25
 """How much is logged between checkpoints, and when all calls wait for one: only then can the log start again."""
 
 
@@ -140,7 +140,7 @@ class DiskStore:
         self._thread_batches = self._log_bytes = 0
         # Without the log, on a network file system, every commit waits for the disk.
         (journal,) = self._connection.execute("PRAGMA journal_mode").fetchone()
-        self._quick_after_s = -math.inf if journal == "wal" else math.inf
+        self._quick_after_s, self._rest_s = -math.inf if journal == "wal" else math.inf, _MIN_REST_S
         self._queue: queue.SimpleQueue[Sequence[_Write] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
         self._thread.start()
@@ -210,8 +210,11 @@ class DiskStore:
                 self._hand_over(jobs)
             else:
                 _resolve([done for _, done in jobs])
-                if (end_s := time.perf_counter()) - start_s > _SLOW_S:
-                    self._quick_after_s = max(self._quick_after_s, end_s + _REST_S)
+                if (end_s := time.perf_counter()) - start_s <= _SLOW_S:
+                    self._rest_s = _MIN_REST_S
+                else:
+                    self._quick_after_s = end_s + self._rest_s
+                    self._rest_s = min(2 * self._rest_s, _MAX_REST_S)
         else:
             self._hand_over(jobs)
         if self._log_bytes >= _CHECKPOINT_BYTES and (self._checkpointer is None or not self._checkpointer.is_alive()):
