@@ -57,6 +57,26 @@ def test_t05_the_life_of_a_session():
     run(main)
 
 
+def test_t05_a_session_that_has_ended_is_not_read_for_another_run_that_wants_its_id(tmp_path):
+    async def main():
+        async with serve(output=tmp_path) as gateway:
+            session = await gateway.open("trial-1", SessionConfig(run="r", trial=1, owner_key="the run's own key"))
+            async with client_of(session) as client:
+                await chat(client, [user("x")])
+            await session.close()
+        async with serve(output=tmp_path) as gateway, aiohttp.ClientSession() as http:
+            for config in ({}, {"run": "r", "trial": 2}, {"run": "r", "trial": 1, "owner_key": "a key that is wrong"}):
+                status, refused, _ = await send(http, "POST", f"{gateway.address}/sessions/trial-1", json=config)
+                assert (status, "belongs to another" in refused["error"]["message"]) == (409, True)
+                assert not gateway.sessions, "nothing was read"
+            config = {"run": "r", "trial": 1, "owner_key": "the run's own key"}
+            status, refused, _ = await send(http, "POST", f"{gateway.address}/sessions/trial-1", json=config)
+            assert (status, refused["error"]["code"]) == (409, "session_closed")
+            assert list(gateway.sessions) == ["trial-1"]
+
+    run(main)
+
+
 def test_t05_a_session_that_has_ended_is_read_from_the_store_only_with_its_key(tmp_path):
     async def main():
         async with serve(output=tmp_path) as gateway:

@@ -281,14 +281,18 @@ class Gateway:
         elif not is_id(id):
             rule = "up to 128 letters, digits, '.', '_' and '-', and starts with a letter or digit"
             raise Refusal(400, "invalid", f"{id[:80]!r} is not a session id: it has {rule}", retry=False)
-        try:
-            session = self.find(id)
-        except Refusal:
+
+        def check_owner(session: ServedSession) -> None:
+            if not session.belongs_to(config):
+                reason = "belongs to another run or trial; choose another id"
+                raise Refusal(409, "closed", f"session {id!r} {reason}", retry=False)
+
+        if id not in self.sessions:
+            self._recover("id = ?", (id,), check_owner)
+        session = self.sessions.get(id)
+        if session is None:
             session = self.sessions[id] = self._serve(id, config)
-        if not session.belongs_to(config):
-            raise Refusal(
-                409, "closed", f"session {id!r} belongs to another run or trial; choose another id", retry=False
-            )
+        check_owner(session)
         if session.status != "open":
             raise session.refusal()
         try:
@@ -300,8 +304,13 @@ class Gateway:
 
     def find(self, id: str, key: str | None = None) -> ServedSession:
         """The session of this id; one that has left memory is read from the store, with a `key` only if it fits."""
+
+        def check_key(session: ServedSession) -> None:
+            if key is not None and not (session.admits(key) or session.is_owned_by(key)):
+                raise Refusal.wrong_key()
+
         if id not in self.sessions and is_id(id):
-            self._recover("id = ?", (id,), key)
+            self._recover("id = ?", (id,), check_key)
         if id not in self.sessions:
             raise Refusal(
                 404, "not_found", f"session {id[:80]!r} does not exist; open one with POST /sessions", retry=False
@@ -338,15 +347,18 @@ class Gateway:
             self._recovered = True
             self._recover("status = ?", ("open",))
 
-    def _recover(self, condition: str, values: tuple[str, ...], request_key: str | None = None) -> None:
+    def _recover(
+        self, condition: str, values: tuple[str, ...], check: Callable[[ServedSession], None] | None = None
+    ) -> None:
+        """Restore sessions from the store. A `check` comes first, so that a stranger cannot make us read a session."""
         if self.store is None:
             return
         query = "SELECT id, key, terms, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
         for id, key, config_json, *row in self.store.rows(query + condition, values):
             if id not in self.sessions:
                 session = self._serve(id, SessionConfig.model_validate_json(config_json), key)
-                if request_key is not None and not (session.admits(request_key) or session.is_owned_by(request_key)):
-                    raise Refusal.wrong_key()
+                if check is not None:
+                    check(session)
                 session.restore(tuple(row), self.store)
                 self.sessions[id] = session
 

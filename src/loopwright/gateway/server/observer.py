@@ -105,7 +105,7 @@ class RequestObserver:
         if (entry := request.get(CALL)) is not None:
             call = entry[1]
             # What a call sampled is counted once, however many requests follow it.
-            sampled = sum(draft.sampled for draft in call.drafts)
+            sampled = sum([draft.sampled for draft in call.drafts])
             self._sampled_tokens += sampled - call.tokens_counted
             call.tokens_counted = sampled
             if call.turns is None:
@@ -113,7 +113,8 @@ class RequestObserver:
                     self._engine_errors += 1
             elif not call.turns_counted:
                 call.turns_counted = True
-                self._turns.update(call.owner.session.verdicts[draft.node].kind for draft in call.drafts)
+                for draft in call.drafts:
+                    self._turns[call.owner.session.verdicts[draft.node].kind] += 1
         if self._log is not None and route not in _UNLOGGED:
             self._log.write(self._log_entry(request, route, id, status, seconds))
 

@@ -54,7 +54,7 @@ class CallRecord:
         return cls(dialect, **orjson.loads(stored).get("request", {}))
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class SessionCall:
     """One request and its choices."""
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -28,6 +29,7 @@ Key = tuple[str, str, str, str]
 
 _ANY = "\0"
 """The reasoning of a message that was sent without any: it matches every reasoning."""
+_ROLE = itemgetter("role")
 _MAX_EXACT_INT = 2**53
 _INLINE = re.compile(rf"\s*{THINK}(.*?){END_THINK}(.*)", re.DOTALL)
 """Reasoning that an agent sends as part of the text."""
@@ -94,7 +96,10 @@ class Graph:
             return Placement(node, (), verdict, options)
         if self._forks:
             messages = _without_old_reasoning(messages)
-        has_results = "tool" in [message.get("role") for message in messages]
+        try:
+            has_results = "tool" in map(_ROLE, messages)
+        except KeyError as error:
+            raise ValueError("a message needs a role") from error
         sent = _arranged(messages) if has_results else list(messages)
         context = list(tools), dict(options.chat_template_kwargs)
         prefix, nodes = self._take_recent(sent, context)

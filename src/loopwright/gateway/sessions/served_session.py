@@ -232,17 +232,20 @@ class ServedSession:
             return
         graph, since = self.session.graph, self._saved_nodes
         self._saved_nodes = len(graph.nodes)
-        others = self.unsaved - self._running  # running calls save themselves
+        # Running calls save themselves; mostly there are no others.
+        others = set() if self.unsaved <= self._running else self.unsaved - self._running
         rows = [
             node_statement(self.id, number, graph.nodes[number], graph.keys.get(number))
             for number in range(since, self._saved_nodes)
         ]
         try:
-            await self.store.write([*rows, *(row for call in others for row in call.statements()), *statements])
+            rows += [row for call in others for row in call.statements()]
+            await self.store.write([*rows, *statements])
         except BaseException:
             self._saved_nodes = min(self._saved_nodes, since)
             raise
-        self.unsaved -= others - self._running
+        if others:
+            self.unsaved -= others - self._running
 
     async def settle(self) -> None:
         """Return once the store has the session's current status. One task writes it for all who wait."""

@@ -97,6 +97,7 @@ class Session:
         self.verdicts: dict[int, Verdict] = {}
         """The exactness of each turn, by its node."""
         self._without_calls = PLAIN, replace(PLAIN, parse_tool_calls=False)
+        self._reshapes = sampling, sampling.reshapes
         self._running: dict[int, Draft] = {}
         self._turns = self._sampled = self._reserved = 0
         self.phases_s: dict[str, float] = {}
@@ -156,7 +157,9 @@ class Session:
         node, verdict = len(self.graph.nodes), place.verdict
         seed = seed or f"{self._seed}:{node}"
         draft = Draft(node, place.node, prompt, len(prompt), place.opening, sampling, seed, verdict, place.options)
-        draft.first_node = count
+        if self._reshapes[0] is not sampling:  # mostly that of the turn before
+            self._reshapes = sampling, sampling.reshapes
+        draft.first_node, draft.reshapes = count, self._reshapes[1]
         self.graph.add(draft.as_node(_EMPTY, "cut"))  # reserves its number while other calls run
         self.verdicts[node] = verdict
         self._turns += 1
@@ -350,7 +353,7 @@ class Session:
         opening, parent = node.ids[:start], node.parent or 0
         prompt = self.graph.ids(parent, opening)
         draft = Draft(number, parent, prompt, len(prompt), opening, sampling, seed, verdict, options)
-        draft.spans, draft.sampled = list(node.spans), node.sampled
+        draft.spans, draft.sampled, draft.reshapes = list(node.spans), node.sampled, sampling.reshapes
         if self.is_done(draft):
             draft.prompt = array("q")
         else:

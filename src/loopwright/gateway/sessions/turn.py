@@ -106,7 +106,7 @@ class Draft:
     """How many tokens were sampled; those of a finished turn are in its node only."""
     first_node: int | None = None
     """The first node that it added to the graph; None if it was restored from a store."""
-    _reshapes: Mapping[str, Any] | None = None
+    reshapes: Mapping[str, Any] = field(default_factory=dict)
     """Those of its sampling, which take a while to collect."""
 
     @property
@@ -130,11 +130,9 @@ class Draft:
 
     def as_node(self, message: Message, finish: str) -> Node:
         """The node that records it."""
-        if self._reshapes is None:
-            self._reshapes = self.sampling.reshapes
-        logprobs = (*[0.0] * len(self.opening), *self.logprobs)
-        ids = (*self.opening, *self.ids)
-        return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self._reshapes)
+        logprobs = (0.0,) * len(self.opening) + tuple(self.logprobs)
+        ids = self.opening + tuple(self.ids)
+        return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self.reshapes)
 
 
 def check_chunk(chunk: Chunk) -> None:
