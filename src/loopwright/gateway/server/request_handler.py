@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -73,8 +73,13 @@ class RequestHandler:
 
     def mount(self, app: web.Application) -> None:
         """Add the routes of the dialects."""
+
+        async def handle_turn(request: web.Request) -> web.StreamResponse:
+            path = request.match_info.route.resource.canonical.removeprefix("/{id}/")  # type: ignore[union-attr]
+            return await self._turn(request, path, self._gateway.find(request.match_info["id"], _key(request)))
+
         for path in ROUTES:
-            app.router.add_route("POST", f"/{{id}}/{path}", self._routed_turn)
+            app.router.add_route("POST", f"/{{id}}/{path}", handle_turn)
             app.router.add_route("POST", f"/{{id}}/{path}/count_tokens", self._count_handler(path))
         app.router.add_route("POST", "/{id}/v1/responses/input_tokens", self._count_handler("v1/responses"))
         for path in ("/{id}/tokenize", "/{id}/v1/tokenize"):
@@ -219,10 +224,6 @@ class RequestHandler:
             with prepared.used_by(dialect.tokenizer):
                 yield prepared.content, prepared.digest
 
-    async def _routed_turn(self, request: web.Request) -> web.StreamResponse:
-        path = request.match_info.route.resource.canonical.removeprefix("/{id}/")  # type: ignore[union-attr]
-        return await self._turn(request, path, self._gateway.find(request.match_info["id"], _key(request)))
-
     async def _turn(self, request: web.Request, path: str, session: ServedSession) -> web.StreamResponse:
         self._check_key(request, session)
         if session.status != "open":
@@ -230,13 +231,22 @@ class RequestHandler:
         dialect, headers = session.dialects.get(path) or self._dialect(session, path), request.headers
         retries = headers.get("x-stainless-retry-count", "0")
         is_retry = retries.isdecimal() and int(retries[:9]) > 0
+        content: AbstractAsyncContextManager[tuple[dict[str, Any], bytes]]
         if request.content_length is not None and request.content_length <= LARGE_BYTES:
-            body, digest = dialect.bodies.read(await self._read(request))
-            turn_request, call = self._call(session, dialect, headers, body, digest, is_retry=is_retry)
+            content = nullcontext(dialect.bodies.read(await self._read(request)))
         else:
-            async with self._large_body(request, session, dialect) as (body, digest):
-                turn_request, call = self._call(session, dialect, headers, body, digest, is_retry=is_retry)
-        request[CALL], is_delivered = (turn_request, call), False
+            content = self._large_body(request, session, dialect)
+        async with content as (body, digest):
+            if session.status != "open":
+                raise session.refusal()
+            turn_request = dialect.parse(body)
+            if branch := headers.get("x-loopwright-branch") or headers.get("thread-id"):
+                turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
+            call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
+            dialect.bodies.keep()
+            request[CALL] = turn_request, call
+            call.join()
+        is_delivered = False
         try:
             if turn_request.stream:
                 response = await self._stream(request, dialect, turn_request, call)
@@ -252,27 +262,6 @@ class RequestHandler:
             return response
         finally:
             call.leave(is_delivered=is_delivered)
-
-    def _call(
-        self,
-        session: ServedSession,
-        dialect: Dialect,
-        headers: Mapping[str, str],
-        body: dict[str, Any],
-        digest: bytes,
-        *,
-        is_retry: bool,
-    ) -> tuple[TurnRequest, SessionCall]:
-        """The turn that a body asks for, and its call, which runs from now on."""
-        if session.status != "open":
-            raise session.refusal()
-        turn_request = dialect.parse(body)
-        if branch := headers.get("x-loopwright-branch") or headers.get("thread-id"):
-            turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
-        call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
-        dialect.bodies.keep()
-        call.join()
-        return turn_request, call
 
     def _count_handler(self, path: str) -> Handler:
         async def handle_count(request: web.Request) -> web.StreamResponse:

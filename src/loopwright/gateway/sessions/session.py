@@ -148,7 +148,9 @@ class Session:
             options = self._without_calls[1]
         count = len(self.graph.nodes)
         try:
-            place = self.graph.place(messages, tools, self.prompts.with_thinking(messages, options), frozen=frozen)
+            if self.prompts.thinks:
+                options = self.prompts.with_thinking(messages, options)
+            place = self.graph.place(messages, tools, options, frozen=frozen)
             prompt = self.graph.ids(place.node, place.opening)
             sampling = self._fit_context(sampling, len(prompt), len(place.opening))
         except BaseException:
@@ -244,7 +246,7 @@ class Session:
                 self.graph.nodes[node] = recorded = draft.as_node(parser.message, finish)
                 self.graph.tokens += len(draft.ids) - before
                 if parser.raw_text:
-                    self.template.remember_text(recorded, parser.raw_text)
+                    self.template.latest_turn = recorded, parser.raw_text
             if on_delta is not None and finish != "cut":
                 for delta in rest:
                     on_delta(delta)

@@ -75,7 +75,7 @@ class ChatTemplate(ABC):
     """The special tokens that end a turn."""
     _start: Sequence[int]
     """The special token that precedes raw text, if the model has one."""
-    _latest_turn: tuple[Node | None, str] = None, ""
+    latest_turn: tuple[Node | None, str] = None, ""
     """The turn that was sampled last, and its raw text."""
 
     @abstractmethod
@@ -109,10 +109,6 @@ class ChatTemplate(ABC):
             options=options,
         )
 
-    def remember_text(self, turn: Node, text: str) -> None:
-        """Remember the raw text of a turn, which is needed when the next one follows it."""
-        self._latest_turn = turn, text
-
     @cached_property
     def _control_ids(self) -> frozenset[int]:
         """The special tokens that are not text: all but those that mark reasoning and tool calls."""
@@ -121,8 +117,8 @@ class ChatTemplate(ABC):
 
     def raw_text(self, turn: Node) -> str:
         """What was sampled of a turn, as text: without its end, but with its reasoning, calls and stop string."""
-        if turn is self._latest_turn[0]:
-            return self._latest_turn[1]
+        if turn is self.latest_turn[0]:
+            return self.latest_turn[1]
         sampled = turn.ids[len(turn.ids) - turn.sampled :]
         return self._tokenizer.decode(visible_ids(sampled, self._control_ids))
 
