@@ -70,12 +70,18 @@ def command(
 ) -> None:
     """Export each run beside its ledger.
 
-    csv: trajectory.csv and env.csv; parquet: trials.parquet; optuna: optuna.db, a study per search. For rollouts also
-    jsonl: episodes.jsonl; with --rows rows.parquet or rows.jsonl, one row per branch; verl: verl.jsonl, the same with
-    the names of verl's AgentLoopOutput.
-    gguf: policy/policy.gguf, what a training run has trained, for llama.cpp.
+    \b
+    csv              trajectory.csv and env.csv: the trials
+    parquet          trials.parquet: the trials
+    optuna           optuna.db: a study per search
+    jsonl            episodes.jsonl: whole episodes of rollouts
+    --rows           rows.parquet or rows.jsonl: one training row per branch
+    verl             verl.jsonl: training rows as verl's AgentLoopOutput
+    --steps          steps.csv, .parquet or .jsonl: each training step
+                     and evaluation
+    gguf             policy/policy.gguf: a trained policy for llama.cpp
+
     --group and --task choose among the episodes or rows of rollouts.
-    With --steps, for training runs: steps.csv, steps.parquet or steps.jsonl, one row per step and per evaluation.
     """
     which = Selection(group, task)
     if problem := _problem_of(format, which, rows=rows, steps=steps):
