@@ -162,7 +162,7 @@ def test_t15_large_bodies_are_prepared_by_the_worker_with_the_same_ids(prepared)
         ),
     ],
 )
-def test_t15_what_is_wrong_with_a_large_body_is_said(body, status, message):
+def test_t15_what_is_wrong_with_a_large_body_is_reported(body, status, message):
     async def story():
         async with serve() as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()

@@ -131,7 +131,7 @@ class LoopsLive(Loops):
 """
 
 
-def test_an_agent_with_a_loop_of_its_own_acts_live_if_it_says_so(tmp_path, caplog):
+def test_an_agent_with_its_own_loop_acts_live_if_it_says_so(tmp_path, caplog):
     (tmp_path / f"own_{tmp_path.name}.py").write_text(OWN_LOOP)
     agent = f'agent = {{ type = "own_{tmp_path.name}:LoopsLive", trials = 12 }}'
     assert dispatch(load(write_scenario(tmp_path, live_scenario(agent=agent))), tmp_path / "out") == 0

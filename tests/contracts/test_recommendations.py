@@ -180,7 +180,7 @@ def test_s18_identical_failures_end_the_run_with_the_reason(tmp_path, line, code
     assert "no such model" in failure
 
 
-def test_s18_a_success_keeps_a_run_alive_unless_it_is_told_otherwise(tmp_path):
+def test_s18_a_success_keeps_a_run_alive_unless_configured_otherwise(tmp_path):
     command = "sh -c 'test {x} -lt 2 && echo y=1'"
     values = {"x": str(list(range(1, 40)))}
     assert campaign(tmp_path, scenario('{ type = "grid" }', command, values)) == 0

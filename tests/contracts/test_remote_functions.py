@@ -68,7 +68,7 @@ def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
 
 
 @pytest.mark.parametrize("parameter", ["workspace", "home", "instruction"])
-def test_a03_a_function_has_a_directory_of_its_own_if_it_takes_one(tmp_path, parameter):
+def test_a03_a_function_has_its_own_directory_if_it_takes_one(tmp_path, parameter):
     async def main():
         body = f"async def look({parameter}):\n    return os.path.isdir({parameter})\n"
         (tmp_path / f"looks_for_{parameter}.py").write_text(f"import os\n\n\n{body}")

@@ -57,7 +57,7 @@ def report(path, home, **given):
         "ln -s /proc/1/root/tests/expected.txt answer.txt",
     ],
 )
-def test_a08_a_link_into_the_tests_is_no_answer(tmp_path, isolating, trick):
+def test_a08_a_link_into_the_tests_is_not_an_answer(tmp_path, isolating, trick):
     """Even for tests that need Harbor's own path, so that an agent knows where they will be."""
     path = write(tmp_path / "task", test=HARBOR_DIFF, **EXPECTED)
     done = report(path, tmp_path, sandbox=isolating, agent=trick)
@@ -66,7 +66,7 @@ def test_a08_a_link_into_the_tests_is_no_answer(tmp_path, isolating, trick):
     assert {*done.get("removed_links", ())} & {"/app/answer.txt", "/app/deep/answer.txt"} or "/usr" in trick
 
 
-def test_a08_without_isolation_a_link_into_the_task_is_no_answer(tmp_path):
+def test_a08_without_isolation_a_link_into_the_task_is_not_an_answer(tmp_path):
     path = write(tmp_path / "task", test=DIFF, **EXPECTED)
     done = report(path, tmp_path, agent=f"ln -s {path}/tests/expected.txt answer.txt")
     assert done["rewards"] == {"reward": 0.0}

@@ -135,7 +135,7 @@ def test_payloads_notes_and_state_are_kept(ledger):
     assert ledger.state("other", 5) == 5
 
 
-def test_the_last_numbers_are_where_a_resumed_run_goes_on(ledger):
+def test_a_resumed_run_continues_from_the_last_numbers(ledger):
     assert ledger.last() == (0, 0, 0)
     ledger.reserve([trial(1, group=1, draw=1), trial(2, group=1, draw=1)])
     ledger.reserve([trial(3, group=2)])
@@ -214,12 +214,12 @@ def test_a_reader_cannot_write(path, ledger):
         reader.reserve([trial()])
 
 
-def test_an_existing_ledger_is_not_made_anew(path, ledger):
+def test_an_existing_ledger_is_not_created_again(path, ledger):
     with pytest.raises(LedgerError, match="exists already"):
         Ledger.create(path)
 
 
-def test_what_a_crash_left_while_a_ledger_was_made_is_no_ledger(path):
+def test_a_ledger_that_a_crash_left_half_created_is_not_a_ledger(path):
     """Killed before the ledger was in place, a run begins as if nothing had been."""
     path.with_name(f".{path.name}.part").write_bytes(b"half a ledger")
     path.with_name(f".{path.name}.part-wal").write_bytes(b"half a log")
@@ -257,7 +257,7 @@ class TestAFileThatIsNotWhatItShouldBe:
             opener(path)
 
 
-def test_damage_in_the_middle_is_found_before_a_run_goes_on(path):
+def test_damage_in_the_middle_is_found_before_a_run_continues(path):
     with Ledger.create(path) as ledger:
         ledger.reserve([trial(number) for number in range(1, 2001)])
     content = bytearray(path.read_bytes())

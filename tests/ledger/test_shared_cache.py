@@ -42,7 +42,7 @@ def test_what_nobody_measured_is_not_there(path):
     cache.close()
 
 
-def test_a_file_that_is_no_cache_is_named(path):
+def test_a_file_that_is_not_a_cache_is_named(path):
     path.parent.mkdir()
     path.write_bytes(b"something else entirely " * 100)
     with pytest.raises(LedgerError, match=r"cache\.db is damaged"):

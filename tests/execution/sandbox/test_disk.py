@@ -215,7 +215,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not [mount for mount in mounts() if mount.startswith(str(directory))]
 
 
-def test_without_a_file_system_of_its_own_it_is_measured(tmp_path, monkeypatch):
+def test_without_a_separate_file_system_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(bwrap, "why_not_sized", lambda: "only root can mount a file system")
     harness = SandboxHarness(tmp_path, sandbox_of("bwrap", Bounds(disk_bytes=BOUND)))
     harness.workspace.rmdir()

@@ -81,7 +81,7 @@ def test_t02_a_body_is_read_as_if_it_were_the_first(found):
 
 
 @given(conversations(), st.data())
-def test_t02_what_is_no_json_is_refused_whatever_came_before(found, data):
+def test_t02_invalid_json_is_refused_whatever_came_before(found, data):
     bodies = BodyReader(DIALECT)
     for body in found:
         place = data.draw(st.integers(0, len(body)))
@@ -148,7 +148,7 @@ def test_t02_equal_bytes_with_another_meaning_are_told_apart(rest):
 
 
 @pytest.mark.parametrize("rest", [b",]}", b' {"role":"user"}]}', b",", b"", b"]", b"}]}", b"]}{", b",1,]}", b"]]}"])
-def test_a_rest_that_is_no_json_is_refused(rest):
+def test_a_rest_that_is_not_json_is_refused(rest):
     bodies, begun = BodyReader(DIALECT), b'{"messages":[{"role":"user"}'
     agrees(bodies, begun + b"]}")
     with pytest.raises(BadRequest, match=r"not valid JSON|not a JSON object"):

@@ -65,7 +65,7 @@ def test_t04_a_call_that_was_given_up_and_begins_again_has_not_ended(tmp_path):
     run(story)
 
 
-def test_a_write_that_fails_is_told_to_all_that_it_was_written_with(tmp_path):
+def test_a_failed_write_is_reported_to_all_that_it_was_written_with(tmp_path):
     async def story():
         with opened(tmp_path) as store:
             written = await asyncio.gather(
@@ -79,7 +79,7 @@ def test_a_write_that_fails_is_told_to_all_that_it_was_written_with(tmp_path):
     run(story)
 
 
-def test_t04_a_write_goes_on_when_nobody_waits_any_more(tmp_path):
+def test_t04_a_write_continues_when_nobody_waits_any_more(tmp_path):
     async def story():
         with opened(tmp_path) as store:
             waiting = asyncio.ensure_future(store.write([intent("s", 1)]))

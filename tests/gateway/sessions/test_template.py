@@ -180,7 +180,7 @@ def test_pieces_joined_are_the_message_however_they_come(family, data):
 
 @settings(max_examples=200, deadline=None)
 @given(ARGUMENTS, SPACE, st.booleans(), st.integers(1, 7))
-def test_json_is_told_as_it_comes_and_never_before_it_is_certain(arguments, indent, ascii_only, size):
+def test_json_is_reported_as_it_arrives_and_never_before_it_is_certain(arguments, indent, ascii_only, size):
     text = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
     scanned, told = ObjectScanner(), ""
     for at in range(0, len(text), size):
