@@ -57,6 +57,18 @@ def test_the_report_is_rebuilt_from_the_ledgers_alone(loopwright, finished):
     done = loopwright("report", finished)
     assert done.returncode == 0, done.stderr
     assert (finished / "report.html").is_file()
+    assert done.stdout.strip() == str(finished / "report.html")
+
+
+def test_a_report_that_cannot_be_written_is_not_named_as_the_result(loopwright, finished):
+    (finished / "report.html").unlink(missing_ok=True)
+    (finished / "report.html").mkdir()
+    try:
+        done = loopwright("report", finished)
+    finally:
+        (finished / "report.html").rmdir()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "report.html" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["report", "export"])

@@ -10,6 +10,9 @@ from loopwright.scenario.dispatch import write_all
 def command(output: OutputArgument) -> None:
     """Make report.html, the CSV files and best.toml again from the ledgers. Works while a run is in progress."""
     run_ledgers(output)  # an error if there are none
+    page = output / "report.html"
+    before_ns = page.stat().st_mtime_ns if page.exists() else 0
     code = write_all(output, check=True)
-    typer.echo(output / "report.html")
+    if page.exists() and page.stat().st_mtime_ns != before_ns:  # otherwise the error says why
+        typer.echo(page)
     raise typer.Exit(code)
