@@ -21,8 +21,8 @@ _UNITS = {
 }
 
 
-_TAG = re.compile(r"tuple\[|literal\[|constrained-|(str|function-)$")
-"""What pydantic, not the user, puts into a location: the branch of a union that was tried."""
+_TAG = re.compile(r"tuple\[|literal\[|constrained-|\[key\]$|(str|function-)$")
+"""What pydantic, not the user, puts into a location: the branch of a union that was tried, or that a key is wrong."""
 FUNCTION = r"^[\w.]+:[\w.]+$"
 """The pattern of `module:function`."""
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"

@@ -6,6 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from loopwright.core.config import explain
 from loopwright.rollouts.tasks.files import DatasetsTasks, JsonlTasks, ParquetTasks
 from loopwright.rollouts.tasks.sources import TasksError
 
@@ -105,8 +106,11 @@ class TestMeaning:
         assert (task.messages, task.id, task.data_source) == (({"role": "user", "content": "hi"},), "7", "math")
 
     def test_a_field_that_does_not_exist_is_refused(self):
-        with pytest.raises(ValidationError, match="promt"):
+        with pytest.raises(ValidationError) as raised:
             JsonlTasks(path="rows.jsonl", columns={"promt": "question"})
+        ((key, message),) = explain(raised.value, JsonlTasks)
+        assert key == "columns.promt"
+        assert message.startswith("must be 'prompt', 'messages'")
 
 
 class TestDatasets:
