@@ -3,27 +3,41 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-_clients: dict[tuple[asyncio.AbstractEventLoop, bool], tuple[Any, int]] = {}
-"""HTTP clients and how many rollouts use them, by event loop and whether certificates are checked."""
+_MAX_USERS = 8
+"""Rollouts per client: each request examines every connection of its client."""
+
+
+@dataclass(slots=True)
+class _SharedClient:
+    client: Any
+    users: int = 0
+
+
+_clients: dict[tuple[asyncio.AbstractEventLoop, bool], list[_SharedClient]] = {}
+"""By event loop and whether certificates are checked."""
 
 
 @asynccontextmanager
 async def shared_http_client(*, verify: bool) -> AsyncIterator[Any]:
-    """The HTTP client of all rollouts of this event loop that run at the same time; the last one closes it."""
+    """An HTTP client that some rollouts of this event loop share; the last of them closes it."""
     key = asyncio.get_running_loop(), verify
-    client, users = _clients.get(key, (None, 0))
-    if client is None:
+    clients = _clients.setdefault(key, [])
+    shared = next((each for each in clients if each.users < _MAX_USERS), None)
+    if shared is None:
         # Without certificates, whose loading takes longer than a short rollout, unless they are needed.
-        client = import_module("openai").DefaultAsyncHttpxClient(verify=verify)
-    _clients[key] = client, users + 1
+        shared = _SharedClient(import_module("openai").DefaultAsyncHttpxClient(verify=verify))
+        clients.append(shared)
+    shared.users += 1
     try:
-        yield client
+        yield shared.client
     finally:
-        client, users = _clients.pop(key)
-        if users > 1:
-            _clients[key] = client, users - 1
-        else:
-            await client.aclose()
+        shared.users -= 1
+        if not shared.users:
+            clients.remove(shared)
+            if not clients:
+                _clients.pop(key, None)
+            await shared.client.aclose()
