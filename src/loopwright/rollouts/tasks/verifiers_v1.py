@@ -103,6 +103,7 @@ class LoadedTaskset:
         """The tasks as rows of ours."""
         if limit is None and self.taskset.INFINITE:
             raise TasksError(f"taskset {self.env!r} has no end: set `limit`")
+        harness = vf.load_harness(self.agent_config.harness)
         for index in itertools.count() if limit is None else range(limit):
             try:
                 task = self.task(index)
@@ -112,7 +113,8 @@ class LoadedTaskset:
                 raise TasksError(f"task {index} of {self.env!r} has no prompt, so an agent alone cannot attempt it")
             try:
                 runtime = resolve_runtime_config(self.agent_config.runtime, task, set())
-                validate_pairing(vf.load_harness(self.agent_config.harness), type(task), runtime)
+                tools = [*task.toolsets(task.config), *self.tools]
+                validate_pairing(harness, type(task), runtime, tools=tools)
             except ValueError as error:
                 raise TasksError(f"taskset {self.env!r}: {error} Set it with `agent`, {_DOCKER}.") from error
             messages = _messages(task.data.system_prompt, task.data.prompt)
