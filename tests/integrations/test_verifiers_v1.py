@@ -187,7 +187,7 @@ class TestProblems:
             ({}, {"args": {"image": "swebench/one"}}, "requires image 'swebench/one'.*docker"),
             ({}, {"agent": {"harness": {"id": "bash"}}}, "executes what the policy writes: say where"),
             ({"infinite": True}, {}, "has no end: set `limit`"),
-            ({"extra": SEVERAL}, {}, "an `Env` of its own, with several agents"),
+            ({"extra": SEVERAL}, {}, "has its own `Env`, with several agents"),
         ],
     )
     def test_what_cannot_be_used_is_named(self, tmp_path, write, request, settings, tasks, words):
