@@ -290,6 +290,18 @@ def test_l14_sources_that_are_produced_differently_share_each_batch_by_weight(tm
     simulate(main())
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_l14_sources_share_a_budget_below_one_batch_by_weight(tmp_path, kind):
+    async def main():
+        b = ProduceConfig(type="async", over_sample=1.0)
+        options = {"b": b, "weights": {"a": 3.0, "b": 1.0}, "type": kind, "budget": 48}
+        async with two_sources(tmp_path, **options) as world:
+            groups = [group for step in (1, 2) for group in await world.producer.batch(16, step)]
+            assert Counter(group.prompt.source for group in groups) == {"a": 9, "b": 3}
+
+    simulate(main())
+
+
 def test_l14_only_an_asynchronous_source_works_ahead(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(1)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -106,6 +106,23 @@ class Lanes:
             lane.quota = plan[lane.name]
             ahead = math.ceil(size * lane.share * (1 + Fraction(lane.config.over_sample)))
             lane.max_open = ahead if lane.is_async else lane.quota
+
+    def usable(self, lane: Lane, size: int, updates: int) -> int:
+        """How many groups, open or ready, the next batches can use before one that is opened now is too old.
+
+        `updates` is how many times the policy is updated before the first of these batches.
+        """
+        if not lane.is_async:
+            return lane.quota
+        return self.plan(size * max(0, lane.config.max_staleness + 1 - updates))[lane.name]
+
+    def furthest_behind(self, lanes: Sequence[Lane], waiting: Mapping[str, int]) -> Lane:
+        """Which of these lanes opens a group next, given how many are ready of each."""
+        if len(lanes) == 1:
+            return lanes[0]
+        counts = {lane.name: self._uses[lane.name] + len(lane.open) + waiting[lane.name] for lane in lanes}
+        name = next_share({lane.name: lane.weight for lane in lanes}, counts)
+        return next(lane for lane in lanes if lane.name == name)
 
     def use(self, lane: Lane, groups: int) -> None:
         """Count groups that were taken."""

@@ -64,7 +64,7 @@ class GroupProducer:
                 # The prompts of groups that are too old are attempted again first.
                 oldest = self.version - lane.config.max_staleness
                 lane.expired += [self._load(number) for number in self.env.buffer.expire(oldest, lane.sources)]
-                self._top_up(lane)
+            self._top_up(*self._lanes.all)
             # Each lane has its part of the batch, or will not have more of it.
             waiting_of = self.env.buffer.waiting_of
             lanes = self._lanes.all
@@ -192,18 +192,23 @@ class GroupProducer:
                 self.discarded.last_failure,
             )
 
-    def _top_up(self, lane: Lane) -> None:
-        """Open groups until there are enough, open or ready."""
-        while not lane.is_paused and len(lane.open) < lane.max_open:
-            # How many groups, open or ready, the next batches can use before one that is opened now is too old.
-            usable = lane.quota
-            if lane.is_async:
-                batches = lane.config.max_staleness + 1 - (self._next_version - self.version)
-                usable = self._lanes.plan(self._batch_size * max(0, batches))[lane.name]
-            if len(lane.open) + self.env.buffer.waiting_of(lane.sources) >= usable:
+    def _top_up(self, *lanes: Lane) -> None:
+        """Open groups until there are enough, open or ready. Several lanes share the rest of the budget by weight."""
+        updates = self._next_version - self.version
+        while True:
+            waiting = {lane.name: self.env.buffer.waiting_of(lane.sources) for lane in lanes}
+            lanes = tuple(
+                lane
+                for lane in lanes
+                if not lane.is_paused
+                and len(lane.open) < lane.max_open
+                and len(lane.open) + waiting[lane.name] < self._lanes.usable(lane, self._batch_size, updates)
+            )
+            if not lanes or self.env.book.stopping:
                 return
-            if self.env.book.stopping or not self.env.book.has_budget(self.group_size + self._replacements()):
+            if not self.env.book.has_budget(self.group_size + self._replacements()):
                 return
+            lane = self._lanes.furthest_behind(lanes, waiting)
             expired = lane.expired.pop(0) if lane.expired else None
             prompt = self.env.tasks.draw(lane.sources) if expired is None else expired.prompt
             group = self.env.open_group(prompt, self.group_size, again=None if expired is None else expired.number)
