@@ -7,10 +7,12 @@ from random import Random
 
 import pytest
 
-from loopwright.rollouts.judgers.base import JudgeFailed, JudgerConfig
-from loopwright.rollouts.judgers.guard import Guard, JudgerDown
+from loopwright.core.reward import Reward
+from loopwright.rollouts.judgers.base import BatchJudger, GroupJudger, JudgeFailed, Judger, JudgerConfig
+from loopwright.rollouts.judgers.guard import Guard, JudgerDown, guard_judger
 from loopwright.rollouts.judgers.verdict_parsing import BadVerdict, as_reward
 from loopwright.testing import simulate
+from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts.harness import timed
 
 
@@ -140,6 +142,51 @@ def test_a_cancelled_probe_has_no_effect():
         return await guard.run(judge)
 
     assert simulate(main()) == 1.0
+
+
+def sort_and_count(payload):
+    """Changes all that it is given; the reward is how much of it was there."""
+    payload.label.sort()
+    payload.episode.task.label.append(0)
+    payload.messages[0]["content"] += "!"
+    payload.task.append({})
+    return Reward(float(len(payload.episode.task.label) + len(payload.messages[0]["content"]) + len(payload.task)))
+
+
+class SortOne(Judger):
+    needs = ("label", "messages", "task", "episode")
+
+    async def judge(self, payload):
+        return sort_and_count(payload)
+
+
+class SortBatch(BatchJudger):
+    needs = SortOne.needs
+
+    async def judge_batch(self, payloads):
+        return [sort_and_count(payload) for payload in payloads]
+
+
+class SortGroup(GroupJudger):
+    needs = SortOne.needs
+
+    async def judge_group(self, payloads):
+        return [sort_and_count(payload) for payload in payloads]
+
+
+@pytest.mark.parametrize("kind", [SortOne, SortBatch, SortGroup])
+def test_what_a_judger_changes_reaches_no_other_verdict_and_no_record(kind):
+    judged = episode(label=[2, 1])
+
+    async def main():
+        judger = guard_judger(kind())
+        try:
+            return [verdict.value for _ in range(2) for verdict in await verdicts(judger, judged, judged)]
+        finally:
+            await judger.close()
+
+    assert len(set(asyncio.run(main()))) == 1
+    assert judged == episode(label=[2, 1])
 
 
 def test_failures_can_be_pickled():

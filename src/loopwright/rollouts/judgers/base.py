@@ -6,7 +6,8 @@ to compare the episodes of one group.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -70,6 +71,10 @@ class Payload:
         """A payload with only these facts."""
         return Payload({name: getattr(self, name) for name in needs})
 
+    def copy(self) -> "Payload":
+        """A copy that a judger may change: the task and the recorded messages stay as they are."""
+        return Payload({name: _copy(fact) for name, fact in self.facts.items()})
+
     def as_json(self) -> dict[str, Any]:
         """The facts as plain data."""
         return {name: _plain_data(fact) for name, fact in self.facts.items()}
@@ -90,6 +95,15 @@ def _fact(episode: Episode, name: str) -> Any:
         case "episode":
             return episode
     raise ValueError(f"{name!r} is not a fact of an episode; the facts are {', '.join(FACTS)}")
+
+
+def _copy(fact: Any) -> Any:
+    """A copy of plain data and of an episode's task; other objects as they are."""
+    if isinstance(fact, dict):
+        return {name: _copy(value) for name, value in fact.items()}
+    if isinstance(fact, list):
+        return [_copy(value) for value in fact]
+    return replace(fact, task=deepcopy(fact.task)) if isinstance(fact, Episode) else fact
 
 
 def _plain_data(fact: Any) -> Any:
@@ -196,7 +210,8 @@ class BaseJudger:
 
     def __init__(self, config: Any = None, scenario_dir: Path = Path()) -> None:
         if config is None:
-            config = JudgerConfig(type=type(self).__name__) if self.Config is JudgerConfig else self.Config()  # type: ignore[call-arg]
+            has_type = not self.Config.model_fields["type"].is_required()
+            config = self.Config() if has_type else self.Config(type=type(self).__name__)  # type: ignore[call-arg]
         self.config, self.scenario_dir = config, scenario_dir
 
     @classmethod

@@ -209,7 +209,7 @@ class _OneByOne(GuardedJudger):
 
     async def _verdict(self, payload: Payload) -> Verdict:
         async def attempt() -> Reward:
-            return self._check(await self._judger.judge(payload))
+            return self._check(await self._judger.judge(payload.copy()))
 
         try:
             return await self._guard.run(attempt)
@@ -236,7 +236,8 @@ class _InBatches(GuardedJudger):
 
     async def _judge_batch(self, payloads: Sequence[Payload]) -> list[Verdict]:
         async def attempt() -> list[Verdict]:
-            entries = check_entries(await self._judger.judge_batch(payloads), self._name, len(payloads))
+            copies = [payload.copy() for payload in payloads]
+            entries = check_entries(await self._judger.judge_batch(copies), self._name, len(payloads))
             return [e if isinstance(e, JudgeFailed) else or_failure(self._check, e) for e in entries]
 
         return await self._guard.run(attempt)
@@ -255,7 +256,8 @@ class _WholeGroups(GuardedJudger):
 
     async def judge_group(self, payloads: Sequence[Payload]) -> list[Verdict]:
         async def attempt() -> list[Verdict]:
-            entries = check_entries(await self._judger.judge_group(payloads), self._name, len(payloads))
+            copies = [payload.copy() for payload in payloads]
+            entries = check_entries(await self._judger.judge_group(copies), self._name, len(payloads))
             return [e if isinstance(e, JudgeFailed) else self._check(e) for e in entries]
 
         try:
