@@ -15,6 +15,7 @@ from tests.integrations.environments import episodes_of, write_scenario
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # the first import takes long on a busy machine
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(find_spec("inspect_ai") is None, reason="inspect_ai is not installed here: make test-inspect"),
 ]

@@ -15,6 +15,7 @@ from tests.integrations.environments import episodes_of
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # the first import takes long on a busy machine
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed here: make test-verifiers"),
 ]

@@ -18,6 +18,7 @@ from tests.integrations.scenarios import byte_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # the first import takes long on a busy machine
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here; run: make test-verl"),
 ]
