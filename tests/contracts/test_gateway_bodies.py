@@ -245,6 +245,27 @@ def test_t15_routes_of_sessions_accept_small_bodies_only():
     run(story)
 
 
+@pytest.mark.parametrize("framing", ["content-length: 20000000", "transfer-encoding: chunked"])
+@pytest.mark.parametrize("path", ["v1/chat/completions", "tokenize", "v1/conversations"])
+def test_t15_a_body_beyond_the_limit_is_refused_before_it_has_arrived(framing, path):
+    """Bodies that do not end, of many connections at a time, would otherwise be held in memory until they time out."""
+
+    async def story():
+        async with serve(body_bytes=200_000) as gateway:
+            session = await gateway.open()
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway._server.port)
+            head = f"POST /{session.id}/{path} HTTP/1.1\r\nhost: localhost\r\n{framing}\r\n"
+            writer.write(f"{head}authorization: Bearer {session.key}\r\n\r\n".encode())
+            if "chunked" in framing:
+                writer.write(b"40000\r\n" + b" " * 0x40000 + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), 20)
+            assert answer.startswith(b"HTTP/1.1 413")
+            assert b"larger than %d" % (200_000 if "chat" in path else LARGE_BYTES) in answer
+            writer.close()
+
+    run(story)
+
+
 def test_t15_a_request_adds_a_limited_number_of_messages(tmp_path):
     """Given 6,000 messages of a letter each, the event loop does not render them; 4,000 and then 2,000 are accepted."""
 

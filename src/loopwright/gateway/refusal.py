@@ -24,6 +24,12 @@ class Refusal(LoopwrightError, PermissionError):
         return cls(401, "authentication", "the API key is not the one of this session", retry=False)
 
     @classmethod
+    def too_large(cls, limit_bytes: int) -> "Refusal":
+        """A body exceeds the limit of its route."""
+        message = f"the request is larger than {limit_bytes} bytes; this route accepts no more"
+        return cls(413, "too_large", message, retry=False)
+
+    @classmethod
     def out_of_quota(cls, reason: str) -> "Refusal":
         """A quota is used up, and will not be refilled."""
         return cls(429, "quota", f"this session has reached its limits: {reason}", retry=False)

@@ -96,6 +96,23 @@ def test_a_malformed_header_is_neither_repeated_nor_logged(caplog):
 
 
 @pytest.mark.parametrize(
+    "line", ["OPTIONS *", "CONNECT another:443", "CONNECT mine", "GET http://x", "POST http://x/y"]
+)
+def test_a_request_without_a_path_is_refused(line, caplog):
+    async def story():
+        async with serve() as gateway:
+            await gateway.open("mine")
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway._server.port)
+            writer.write(f"{line} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".encode())
+            answer = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            return answer
+
+    assert int(run(story).split(b" ")[1]) in (400, 404, 405)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({}, 200),

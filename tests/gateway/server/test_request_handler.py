@@ -114,20 +114,73 @@ def test_no_field_value_crashes_the_gateway():
     run(steps)
 
 
-def test_deep_arguments_are_refused_or_kept():
+CONVERSATIONS = {**dict.fromkeys(PATHS, "messages"), "v1/completions": "prompt", "v1/responses": "input"}
+
+
+def test_deep_values_are_refused_by_name_or_recorded(tmp_path):
+    """A value that the store could not write would make every later call of its session fail, and its end."""
+
+    function = '{"name": "f", "parameters": {"x": DEEP}}'
+    fields = [
+        *((path, "metadata", '{"a": DEEP}') for path in (*PATHS, "v1/conversations")),
+        *((path, "unknown", "DEEP") for path in PATHS),
+        ("v1/chat/completions", "tools", f'[{{"type": "function", "function": {function}}}]'),
+        ("v1/chat/completions", "messages", '[{"role": "user", "content": "a", "x": DEEP}]'),
+        ("v1/responses", "tools", f'[{{"type": "function", {function[1:]}]'),
+        ("v1/responses", "reasoning", '{"a": DEEP}'),
+    ]
+
     async def steps():
-        async with serve() as gateway, aiohttp.ClientSession() as http:
-            session = await gateway.open()
-            deep = "[" * 900 + "]" * 900
-            tool = b'{"type": "function", "function": {"name": "f", "parameters": {"x": %b}}}'
-            body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [' + tool + b"]}"
-            auth = {"authorization": f"Bearer {session.key}"}
-            async with http.post(
-                f"{session.openai_base_url}/chat/completions", data=body % deep.encode(), headers=auth
-            ) as answer:
-                assert answer.status in (200, 400), await answer.text()
+        async with serve(output=tmp_path) as gateway, aiohttp.ClientSession() as http:
+            for levels in (200, *range(243, 256), 900):
+                session = await gateway.open(f"s{levels}", SessionConfig(max_tokens=1))
+                auth, statuses = {"authorization": f"Bearer {session.key}"}, set()
+                for path, field, value in fields:
+                    known = {name: SOUND[name] for name in [CONVERSATIONS.get(path)] if name not in (None, field)}
+                    body = json.dumps({**known, "max_tokens": 1, field: "DEEP"}).replace('"DEEP"', value)
+                    body = body.replace("DEEP", "[" * levels + "]" * levels)
+                    async with http.post(f"{gateway.address}/{session.id}/{path}", data=body, headers=auth) as answer:
+                        content = await answer.text()
+                        is_named = f"{field}: nested too deeply" in content
+                        assert answer.status == 200 or (answer.status == 400 and is_named), (levels, path, content)
+                        statuses.add(answer.status)
+                assert statuses >= ({200} if levels == 200 else {400} if levels == 900 else set())
+                await session.close()
+        async with serve(output=tmp_path) as gateway:
+            assert gateway.find("s254").status == "complete"
 
     run(steps)
+
+
+@pytest.mark.parametrize("header", ["x-loopwright-branch", "thread-id"])
+def test_the_name_of_a_branch_may_be_any_bytes(tmp_path, header):
+    """Given a header that is not UTF-8, the turn is recorded, and the session can go on and be closed."""
+
+    async def steps():
+        async with serve(Replier("hello"), output=tmp_path) as gateway:
+            session = await gateway.open("t")
+            for _ in range(2):
+                answer = await send_raw(gateway, session, f"{header}: ".encode() + b"\xff\xed\xa0\x80\r\n", SOUND)
+                assert answer.startswith(b"HTTP/1.1 200"), answer
+            await session.close()
+        async with serve(output=tmp_path) as gateway:
+            described = gateway.find("t").describe()
+            assert (described["trainable"], len(described["turns"])) == (True, 2)
+
+    run(steps)
+
+
+async def send_raw(gateway, session, headers, body):
+    """A chat completion with headers that no client library would send; the whole response."""
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway._server.port)
+    head = f"POST /{session.id}/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    auth = f"authorization: Bearer {session.key}\r\ncontent-length: {len(data)}\r\n"
+    writer.write(f"{head}{auth}".encode() + headers + b"\r\n" + data)
+    try:
+        return await asyncio.wait_for(reader.read(), 20)
+    finally:
+        writer.close()
 
 
 def test_a_client_that_does_not_read_is_dropped_and_delays_no_other():

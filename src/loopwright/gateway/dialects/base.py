@@ -24,7 +24,7 @@ import orjson
 from loopwright.core.task import Message
 from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
-from loopwright.gateway.dialects.fields import BadRequest, flag, openai_error
+from loopwright.gateway.dialects.fields import BadRequest, flag, openai_error, storable_json
 from loopwright.gateway.dialects.known_fields import KnownFields, ignored_tool_fields, recordable
 from loopwright.gateway.dialects.response_items import ToolOrigin
 from loopwright.gateway.dialects.sampling_fields import template_arguments
@@ -200,9 +200,11 @@ class Dialect(ABC):
         messages = self.parse_messages(body)
         settings = {name: value for name, value in body.items() if name not in self.conversation_fields}
         try:
-            settings_json = orjson.dumps(settings)
-        except orjson.JSONEncodeError:  # nested too deeply, which may be an error in one of the fields
-            return self._parse_settings(settings, messages)
+            settings_json = storable_json(settings, "body")
+        except BadRequest:  # one field at a time, to name it
+            for name, value in settings.items():
+                storable_json({name: value}, name)
+            raise
         # An agent sends the same settings with every request, so they are parsed once.
         if self._settings is None or self._settings[0] != settings_json:
             self._settings = settings_json, self._parse_settings(settings, messages)

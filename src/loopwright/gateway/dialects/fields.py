@@ -149,6 +149,14 @@ def to_json(value: Any, where: str) -> str:
     return json.dumps(value, ensure_ascii=False)  # which supports integers of more than 64 bits
 
 
+def storable_json(value: Any, where: str) -> bytes:
+    """A value as JSON that can be written within the record of a turn, which adds a few levels."""
+    try:
+        return orjson.dumps([[[[[[[[value]]]]]]]])[8:-8]
+    except orjson.JSONEncodeError as error:
+        raise BadRequest(f"{where}: nested too deeply", where) from error
+
+
 def unsupported_content(kind: str, where: str) -> BadRequest:
     """The error for content that is not text."""
     subject = "images are" if "image" in kind else f"{kind!r} is"

@@ -8,9 +8,7 @@ Neutral values (null, false, 0, empty) always pass.
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
-from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.dialects.fields import BadRequest, storable_json
 from loopwright.gateway.dialects.sampling_fields import GUIDE_FIELDS
 
 _MAX_VALUE_BYTES = 2048
@@ -81,8 +79,8 @@ def is_neutral(name: str, value: Any) -> bool:
 def recordable(value: Any) -> Any:
     """A value as it is recorded with the turn."""
     try:
-        size = len(orjson.dumps(value))
-    except orjson.JSONEncodeError:
+        size = len(storable_json(value, ""))
+    except BadRequest:
         return "not recorded: cannot be written as JSON"
     return value if size <= _MAX_VALUE_BYTES else f"not recorded: {size} bytes"
 

@@ -133,6 +133,7 @@ def metadata_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a request."""
     if not isinstance(metadata := body.get("metadata") or {}, dict):
         raise BadRequest(f"metadata: expected an object, got {fields.short_repr(metadata)}", "metadata")
+    fields.storable_json(metadata, "metadata")
     return metadata
 
 

@@ -89,9 +89,10 @@ class RequestHandler:
         """Handles turns of sessions in memory, and routes all other requests: the router takes its time."""
 
         async def dispatch(request: web.Request) -> web.StreamResponse:
-            _, id, *rest = request.raw_path.split("/", 2)
-            session, path = self._gateway.sessions.get(id), rest[0] if rest else ""
-            if session is None or path not in ROUTES or request.method != "POST" or "expect" in request.headers:
+            id, _, path = request.raw_path[1:].partition("/")
+            if (session := self._gateway.sessions.get(id)) is None or path not in ROUTES:
+                return await route(request)
+            if request.method != "POST" or "expect" in request.headers:
                 return await route(request)
             return await self._respond(request, f"/{{id}}/{path}", id, self._turn(request, path, session))
 
@@ -122,8 +123,7 @@ class RequestHandler:
 
     def _error_response(self, request: web.Request, route: str, error: Exception) -> web.StreamResponse:
         if isinstance(error, web.HTTPRequestEntityTooLarge):
-            message = f"the request is larger than {self._config.body_bytes} bytes"
-            refusal = Refusal(413, "too_large", message, retry=False)
+            refusal = Refusal.too_large(self._config.body_bytes)
         elif isinstance(error, web.HTTPException):
             message = f"{request.method} {request.path[:200]}: {error.reason.lower()}"
             refusal = Refusal(error.status, "not_found" if error.status == 404 else "invalid", message, retry=False)
@@ -181,29 +181,32 @@ class RequestHandler:
         )
         return dialect
 
-    async def _read(self, request: web.Request) -> bytes:
-        """The body of a request, which has `read_s` seconds to arrive."""
+    async def _read(self, request: web.Request, limit: int) -> bytes:
+        """The body of a request, which has at most `limit` bytes, and `read_s` seconds to arrive."""
         content, size = request.content, request.content_length
         if request.headers.get("content-encoding", "identity") != "identity":  # a small one could become a huge one
             raise Refusal(415, "invalid", "content-encoding: send the body uncompressed", retry=False)
-        # `request.read` copies the body twice, but also bounds one of unknown length.
-        is_bounded = size is not None and size <= self._config.body_bytes
-        read = content.read if is_bounded else request.read
-        if content.is_eof():  # most bodies have arrived with their headers
-            return await read()
+        if size is not None and size > limit:  # before it is sent
+            raise Refusal.too_large(limit)
+        if size is not None and content.is_eof():  # most bodies have arrived with their headers
+            return await content.read()
         try:
             async with asyncio.timeout(self._config.read_s):
-                return await read()
+                if size is not None:
+                    return await content.read()
+                data = bytearray()
+                while part := await content.readany():
+                    data += part
+                    if len(data) > limit:
+                        raise Refusal.too_large(limit)
+                return bytes(data)
         except TimeoutError as error:
             message = f"the request's body did not arrive within {self._config.read_s:g} s"
             raise Refusal(408, "invalid", message) from error
 
     async def read_small_object(self, request: web.Request, *, allow_empty: bool = False) -> dict[str, Any]:
         """The JSON object in the body of a request that is parsed and used on the event loop."""
-        data = await self._read(request)
-        if len(data) > LARGE_BYTES:
-            message = f"the request has {len(data)} bytes; this route accepts {LARGE_BYTES}"
-            raise Refusal(413, "too_large", message, retry=False)
+        data = await self._read(request, min(LARGE_BYTES, self._config.body_bytes))
         return parse_object(data, allow_empty=allow_empty)
 
     @asynccontextmanager
@@ -215,7 +218,7 @@ class RequestHandler:
         A session has one such body in memory at a time.
         """
         async with session.large_body_lock:
-            data = await self._read(request)
+            data = await self._read(request, self._config.body_bytes)
             if dialect.bodies.count_new(data) <= LARGE_BYTES:
                 yield dialect.bodies.read(data)
                 return
@@ -233,7 +236,7 @@ class RequestHandler:
         is_retry = retries.isdecimal() and int(retries[:9]) > 0
         content: AbstractAsyncContextManager[tuple[dict[str, Any], bytes]]
         if request.content_length is not None and request.content_length <= LARGE_BYTES:
-            content = nullcontext(dialect.bodies.read(await self._read(request)))
+            content = nullcontext(dialect.bodies.read(await self._read(request, self._config.body_bytes)))
         else:
             content = self._large_body(request, session, dialect)
         async with content as (body, digest):
@@ -241,7 +244,8 @@ class RequestHandler:
                 raise session.refusal()
             turn_request = dialect.parse(body)
             if branch := headers.get("x-loopwright-branch") or headers.get("thread-id"):
-                turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
+                name = branch[:_MAX_NAME].encode("utf-8", "replace").decode()  # or the store could never write it
+                turn_request = replace(turn_request, branch=name)
             call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
             dialect.bodies.keep()
             request[CALL] = turn_request, call
