@@ -22,9 +22,10 @@ long = { values = [1, 2], when = "uselong" }
 """
 
 
-def invoke(verb, tmp_path, command="echo loss={x} --long={long}", limit="9"):
+def invoke(verb, tmp_path, command="echo loss={x} --long={long}", limit="9", agent="grid", x="[1, 2]"):
     file = tmp_path / "small.toml"
-    file.write_text(SCENARIO.replace("COMMAND", command).replace("LIMIT", limit))
+    text = SCENARIO.replace("COMMAND", command).replace("LIMIT", limit).replace("x = [1, 2]", f"x = {x}")
+    file.write_text(text.replace('"grid"', f'"{agent}"' if agent == "grid" else f'"{agent}", trials = 40'))
     return CliRunner().invoke(app, [verb, str(file)])
 
 
@@ -35,6 +36,14 @@ def test_verify_reports_shell_operators_and_constraints_that_nothing_satisfies(t
     assert "'>' needs a shell" in result.output
     assert "'|' needs a shell" in result.output
     assert "no combination of the arguments satisfies them" in result.output
+
+
+@pytest.mark.parametrize(("limit", "has_hint"), [("-1", True), ("0.5", False)])
+def test_verify_hints_at_constraints_that_no_random_point_of_a_range_satisfies(tmp_path, limit, has_hint):
+    result = invoke("verify", tmp_path, limit=limit, agent="tpe", x="{ low = 0, high = 1 }")
+
+    assert result.exit_code == 0
+    assert ("none of 10,000 random points satisfies them" in result.output) is has_hint
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,15 @@ def test_dry_run_shows_objective_and_metrics(tmp_path):
 
     assert "minimises  loss" in output
     assert "metrics    loss" in output
+
+
+def test_dry_run_shows_commands_of_feasible_trials_only(tmp_path):
+    grid, sampler = (invoke("dry-run", tmp_path, limit="2", agent=agent).output for agent in ("grid", "tpe"))
+
+    assert "echo loss=1 --long=1" in grid
+    assert "loss=2" not in grid + sampler
+    forbidden = invoke("dry-run", tmp_path, limit="2", x="[2, 1]").output
+    assert "infeasible, not run: constraint 'x < 2' is not met" in forbidden
 
 
 def test_dry_run_shows_noise_services_and_what_a_slot_will_provide(tmp_path):

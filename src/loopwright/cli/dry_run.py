@@ -134,13 +134,17 @@ def _first_trials(run: Any) -> Iterator[str]:
     count = min(_EXAMPLES, run.agent.trials or _EXAMPLES) if run.agent else 1
     points: Iterator[Any] = itertools.chain(pinned, more)
     if agent not in ("grid", "random"):
-        # Examples only, so a point that happens to be drawn twice is shown once.
-        drawn_points = list(itertools.islice(points, 4 * count))
-        points = iter([point for n, point in enumerate(drawn_points) if point not in drawn_points[:n]])
+        # Examples only, so a point that happens to be drawn twice is shown once, and a forbidden one is not.
+        drawn_points = list(itertools.islice(points, 20 * count))
+        allowed = [point for point in drawn_points if space.violated(point, {}) is None]
+        points = iter([point for n, point in enumerate(allowed) if point not in allowed[:n]])
     for number, action in enumerate(itertools.islice(points, count), 1):
+        problem = space.violated(action, draws.sample(number))
         drawn = noise.sample(0 if run.repeats > 1 else number - 1)
         arguments = {**slot, **space.arguments(action, {**draws.sample(number), **drawn})}
-        if isinstance(workload, CommandConfig):
+        if problem is not None:
+            yield f"  infeasible, not run: {problem}"
+        elif isinstance(workload, CommandConfig):
             variables = [f"{name}={arguments[name]}" for name in workload.env if name in arguments]
             yield "  " + " ".join([*variables, shlex.join(CommandTemplate(workload.command).words(arguments))])
             for service in workload.service:

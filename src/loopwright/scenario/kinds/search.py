@@ -33,7 +33,7 @@ from loopwright.workloads.steps import SteppedWorkload, missing_programs, proble
 _COSTS = frozenset(("loss", "latency", "error", "errors", "duration", "seconds", "time", "cost", "s", "ms", "us"))
 """Words in the names of metrics that are usually minimised."""
 _POINTS_TRIED = 10_000
-"""Larger spaces are not searched for a point that satisfies the constraints."""
+"""Of larger spaces, as many random points are tried for one that satisfies the constraints."""
 
 
 class SearchRun(RunKind):
@@ -214,8 +214,13 @@ class SearchRun(RunKind):
             hints.append(
                 Problem(f"[[run]] noise.{name}", f"no command contains it, so it only tells repeats apart; {fix}")
             )
+        space, draws = self.space, Draws(0, self.space.parameters, self.env_params)
+        points = ((space.sample(0, n), draws.sample(n)) for n in range(_POINTS_TRIED))
+        if space.constraints and all(space.violated(*point) is not None for point in points):
+            problem = f"none of {_POINTS_TRIED:,} random points satisfies them; check them against the ranges."
+            hints.append(Problem("[run.workload] constraints", problem))
         if self.agent_class is not None and self.agent is not None:
-            hints += self.agent_class.hints(self.agent, self.space, self._draws(self.agent).count)
+            hints += self.agent_class.hints(self.agent, space, self._draws(self.agent).count)
         return hints
 
     def plan(self, config: AgentConfig) -> ConfirmPlan | None:
