@@ -37,6 +37,24 @@ def test_a_function_is_tuned_in_worker_processes():
     assert study.code == 0
 
 
+def test_noise_is_averaged_over_and_the_best_is_confirmed():
+    def noisy(x, seed):
+        return {"loss": (x - 3) ** 2 + seed}
+
+    space, noise = {"x": [3, 5]}, {"seed": (1, 2, 3)}
+    confirmed = lw.tune(
+        noisy, space, minimize="loss", trials=20, noise=noise, confirm={"share": 0.5}, in_process=True, output="a"
+    )
+    searched = lw.tune(
+        noisy, space, minimize="loss", trials=40, noise=noise, confirm=False, in_process=True, output="b"
+    )
+
+    assert confirmed.best.params == {"x": 3}
+    assert confirmed.best.confirmed
+    assert {trial.noise["seed"] for trial in confirmed.trials()} == {1, 2, 3}
+    assert {trial.phase for trial in searched.trials()} == {""}
+
+
 def test_a_closure_is_shipped_to_worker_processes_and_can_be_resumed_from_the_command_line():
     centre = 3
 

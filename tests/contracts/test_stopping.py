@@ -1,6 +1,7 @@
 """Stopping early: a stopped trial is never best, keeps its curve, and is told to the sampler as stopped."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -205,6 +206,25 @@ def test_q03_tune_stops_in_process_functions_and_generators_too(tmp_path):
     stopped = [trial.action["x"] for trial in study.trials() if trial.outcome is Outcome.STOPPED]
     assert stopped == cleaned != []
     loopwright.report(1, loss=2.0)  # outside a trial: nothing happens
+
+
+@pytest.mark.parametrize("rule", ["median", "WilcoxonPruner"])
+def test_nan_stops_a_trial_without_a_warning(tmp_path, rule):
+    def train(x):
+        yield from ({"loss": 1.0 if x < 3 else math.nan} for _ in range(3))
+
+    study = loopwright.tune(
+        train,
+        {"x": [1, 2, 3]},
+        minimize="loss",
+        trials=3,
+        agent="grid",
+        stop={"rule": rule, "options": {"n_startup_trials": 1} if rule == "median" else {}},
+        in_process=True,
+        output=tmp_path,
+    )
+
+    assert study.trials()[-1].reason == f"{rule}: loss = nan at step 1"
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

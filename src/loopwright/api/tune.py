@@ -53,6 +53,8 @@ def tune(
     repeats: int = 1,
     timeout_s: float | None = None,
     constraints: Sequence[str] = (),
+    noise: Mapping[str, Sequence[Any]] | None = None,
+    confirm: bool | Mapping[str, Any] | None = None,
     stop: str | Mapping[str, Any] | None = None,
     in_process: bool = False,
     progress: bool | None = None,
@@ -66,6 +68,9 @@ def tune(
 
     The function runs in worker processes, which enforce `timeout_s` and survive its crashes, if it can be imported or
     pickled. Otherwise, or with `in_process=True`, it runs in threads of this process, without a timeout.
+
+    `noise={"seed": [1, 2, 3]}` gives the function an argument that is averaged over and not searched. From 30 trials
+    on, part of them measures the best configurations again; `confirm=False` uses all of them for the search.
 
     `stop="asha"` stops hopeless trials early, by the same metric: the function calls `loopwright.report(step, loss=…)`,
     or is a generator that yields metrics. A mapping sets more, as `stop` in a scenario.
@@ -90,6 +95,10 @@ def tune(
         "repeats": repeats,
         "workload": workload,
     }
+    if noise is not None:
+        run_table["noise"] = {name: list(values) for name, values in noise.items()}
+    if confirm is not None:
+        run_table["confirm"] = confirm if isinstance(confirm, bool) else dict(confirm)
     if stop is not None:
         rule = {"rule": stop} if isinstance(stop, str) else dict(stop)
         run_table["stop"] = {"metric": metric, "mode": "min" if minimize else "max", **rule}

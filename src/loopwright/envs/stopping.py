@@ -210,7 +210,11 @@ class StopRule:
         """Add a step; return whether the trial should stop there."""
         if step not in self._study.get_trials(deepcopy=False)[trial.number].intermediate_values:  # in a lost attempt
             trial.report(value, step)
-        return trial.should_prune() or (math.isnan(value) and self.config.rule != "NopPruner")
+        if not math.isnan(value):
+            return trial.should_prune()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numpy and of Optuna, about the NaN
+            return trial.should_prune() or self.config.rule != "NopPruner"
 
     def end(self, trial: "optuna.trial.Trial", outcome: Outcome, last: float | None) -> dict[str, Any]:
         """Add how a trial ended; return what the rule noted about it."""
