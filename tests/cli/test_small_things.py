@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -88,6 +91,20 @@ def test_dry_run_shows_noise_services_and_what_a_slot_will_provide(tmp_path):
 
     assert sum(line.endswith(("71 PORT", "72 PORT")) for line in lines) == 3
     assert "      beside service: sleep PORT 1" in lines
+
+
+def test_the_terminal_gets_no_codes_of_a_program_that_failed(tmp_path):
+    file = tmp_path / "small.toml"
+    (tmp_path / "message").write_text("\x1b[2J\u202eno")
+    failing = f"sh -c 'cat {tmp_path}/message >&2; exit 7; {{x}} {{long}}'"
+    file.write_text(SCENARIO.replace("COMMAND", failing).replace("LIMIT", "9") + "\n[run.fail]\nsame = 2\n")
+    command = [sys.executable, "-m", "loopwright", "run", str(file), "--output", str(tmp_path / "out")]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert r"ERROR: stopped: the last 2 trials failed alike" in done.stderr
+    assert r"\x1b[2J\u202eno" in done.stderr
+    assert not {"\x1b", "\u202e"} & set(done.stderr + done.stdout)
 
 
 def test_rewards_compare_by_value():

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from loopwright.core.errors import LoopwrightError, ScenarioError
+from loopwright.core.errors import LoopwrightError, ScenarioError, printable
 
 VERBS = {
     "run": ("run", "Run a scenario and print the result."),
@@ -92,7 +92,7 @@ class _LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr)
+            print(printable(self.format(record)), file=sys.stderr)
         except Exception:  # noqa: BLE001  as logging's own handlers do
             self.handleError(record)
 
@@ -116,5 +116,5 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
     raise SystemExit(code)

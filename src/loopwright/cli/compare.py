@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from loopwright.cli.options import emit, show
-from loopwright.core.errors import LedgerError
+from loopwright.core.errors import LedgerError, printable
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.outputs import search_ledger, search_ledgers
-from loopwright.reports.formatting import counted, ends, number, pairs, printable, short
+from loopwright.reports.formatting import counted, ends, number, pairs, short
 from loopwright.reports.objective import Interval, Objective, evidence
 from loopwright.reports.search.headline import describe, describe_difference, title
 from loopwright.selection.comparison import CampaignComparison, RecordedRun, compare

@@ -8,10 +8,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from loopwright.core.episode import Episode, Node
+from loopwright.core.errors import printable
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, rejudgements, rollouts
-from loopwright.reports.formatting import counted, duration, exact, number, printable, short
+from loopwright.reports.formatting import counted, duration, exact, number, short
 from loopwright.reports.rollout.tokens import LEVELS, TokenText, token_texts, tokenizer_of
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

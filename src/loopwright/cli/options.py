@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from loopwright.reports.formatting import printable
+from loopwright.core.errors import printable
 
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output directory of an earlier run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]

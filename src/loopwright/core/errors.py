@@ -60,11 +60,15 @@ Each message says what happened, where, and the next move.
 """
 
 import errno
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Codes that a terminal obeys, including those that change the direction of writing."""
 
 
 class LoopwrightError(Exception):
@@ -157,6 +161,11 @@ def sentence(error: BaseException) -> str:
     """An error's message, ending with a full stop, so that another sentence can follow."""
     message = str(error) or repr(error)
     return message if message.endswith((".", "?", "!")) else f"{message}."
+
+
+def printable(text: str) -> str:
+    """Text with its control characters shown: what a model or a program wrote may hold codes that a terminal obeys."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:

@@ -1,14 +1,12 @@
 """Numbers, values and durations as people read them."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import orjson
 
 T = TypeVar("T")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UNITS = {
     "s": "s",
     "seconds": "s",
@@ -88,11 +86,6 @@ def short(value: Any, most: int = 300) -> str:
     """A value as text, cut if it is too long to read."""
     text = exact(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def printable(text: str) -> str:
-    """Text with its control characters shown: what a model or a program wrote may hold codes that a terminal obeys."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def assignments(values: Mapping[str, Any]) -> str:
