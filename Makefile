@@ -5,6 +5,8 @@ PYTHON_HARBOR ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python
 VENV := $(if $(filter python3.11,$(notdir $(PYTHON))),.venv,.venvs/$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start thousands of processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-verifiers test-inspect test-clients test-agents check bench docs site wheel clean
 

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from loopwright.agents import agents, rollout_agents
+from loopwright.core.config import Config
 from loopwright.core.registry import Registry
 from loopwright.core.reward import Penalties, rewards
 from loopwright.engines.base import Sampling, engines
@@ -110,7 +110,7 @@ def kinds(where: str, registry: Registry[Any]) -> list[str]:
     return parts
 
 
-def section(title: str, model: type[BaseModel]) -> str:
+def section(title: str, model: type[Config]) -> str:
     """A table of a model's keys."""
     lines = [
         f"## {title}",
@@ -120,6 +120,7 @@ def section(title: str, model: type[BaseModel]) -> str:
         "| key | type | default | meaning |",
         "|---|---|---|---|",
     ]
+    docs = model.field_docs()
     for name, field in model.model_fields.items():
         if not field.repr:  # not for users to set
             continue
@@ -127,7 +128,7 @@ def section(title: str, model: type[BaseModel]) -> str:
             f"`{field.alias or name}`",
             kind(field.annotation),
             default(field),
-            " ".join((field.description or "").split()),
+            " ".join(docs.get(name, "").split()),
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, ""])
@@ -168,7 +169,7 @@ def default(field: Any) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if value is None or value is PydanticUndefined or isinstance(value, BaseModel) or value in ((), {}):
+    if value is None or value is PydanticUndefined or isinstance(value, Config) or value in ((), {}):
         return ""
     if value == sys.executable:  # differs from machine to machine
         return "this Python"

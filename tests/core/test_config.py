@@ -49,3 +49,23 @@ def test_a_config_is_immutable():
     config = Outer(name="x")
     with pytest.raises(ValidationError):
         config.name = "y"
+
+
+class Timed(Config):
+    timeout_s: float = 1.0
+    """How long it may take,
+    in seconds."""
+    retries: int = 0
+
+
+class Served(Timed):
+    port: int = 80
+    """Where it listens."""
+
+
+def test_the_docstring_under_a_field_is_its_documentation():
+    """Given a config that inherits fields, field_docs and the JSON schema have the docstrings of all of them."""
+    assert Served.field_docs() == {"timeout_s": "How long it may take,\nin seconds.", "port": "Where it listens."}
+    properties = Served.model_json_schema()["properties"]
+    assert properties["port"]["description"] == "Where it listens."
+    assert "description" not in properties["retries"]

@@ -1,10 +1,14 @@
 """The base of all configuration: strict, frozen, explained under each field."""
 
+import ast
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from textwrap import dedent
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 
 from loopwright.core.errors import did_you_mean
 
@@ -64,7 +68,29 @@ def size_bytes(text: Any) -> Any:
 class Config(BaseModel):
     """A typo is an error, a value never changes, and the docstring under a field is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def field_docs(cls) -> dict[str, str]:
+        """The documentation of each field. Read when asked for: pydantic would read the source of every class at import."""
+        docs: dict[str, str] = {}
+        for model in reversed(cls.__mro__):
+            if issubclass(model, Config) and model is not Config:
+                (definition,) = ast.parse(dedent(inspect.getsource(model))).body
+                for field, note in pairwise(definition.body):
+                    match field, note:
+                        case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                            docs[name] = inspect.cleandoc(text)
+        return docs
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The JSON schema, with the documentation of the fields."""
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).get("properties", {})
+        for name, text in cls.field_docs().items():
+            properties.get(name, {}).setdefault("description", text)
+        return described
 
 
 def overridden(default: C, own: C | None) -> C:
