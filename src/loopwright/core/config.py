@@ -72,13 +72,13 @@ class Config(BaseModel):
 
     @classmethod
     def field_docs(cls) -> dict[str, str]:
-        """The documentation of each field. Read when asked for: pydantic would read the source of every class at import."""
+        """The documentation of each field, read when asked for: pydantic would read the source of every class."""
         docs: dict[str, str] = {}
         for model in reversed(cls.__mro__):
             if issubclass(model, Config) and model is not Config:
-                (definition,) = ast.parse(dedent(inspect.getsource(model))).body
-                for field, note in pairwise(definition.body):
-                    match field, note:
+                tree = ast.parse(dedent(inspect.getsource(model)))
+                for lines in pairwise(statement for each in tree.body for statement in getattr(each, "body", ())):
+                    match lines:
                         case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                             docs[name] = inspect.cleandoc(text)
         return docs
