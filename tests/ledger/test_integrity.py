@@ -136,6 +136,28 @@ def test_every_changed_value_is_noticed(path, tmp_path):
     assert [each for each in missed if each[0] != "events"] == []
 
 
+@pytest.mark.parametrize("value", ["NULL", "X''", "-1", "10000000000000", "9223372036854775807"])
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        *(("trials", name) for name in ("reserve_seq", "reserve_hash", "result_seq", "result_hash")),
+        *(("events", name) for name in ("seq", "hash")),
+    ],
+)
+def test_damage_to_the_chain_itself_is_damage(path, table, column, value):
+    """A number that no event can have must not be taken as the number of events."""
+    try:
+        execute(path, f"UPDATE {table} SET {column} = {value} WHERE rowid = (SELECT min(rowid) FROM {table})")
+    except sqlite3.Error:
+        return  # SQLite refuses a value of this type
+    try:
+        assert check_ledger(path).damage
+    except LedgerError as error:
+        assert "damaged" in str(error)  # noqa: PT017  either is right
+    with pytest.raises(LedgerError, match="damaged"):
+        Ledger.open(path)
+
+
 def test_a_trial_is_named(path):
     execute(path, "UPDATE trials SET reward = 2.5 WHERE number = 1")
     (line,) = check_ledger(path).damage

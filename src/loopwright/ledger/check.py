@@ -21,6 +21,7 @@ from loopwright.ledger.sqlite import (
     Chain,
     connect,
     connect_to_read,
+    damaged,
     explained,
     link,
 )
@@ -30,6 +31,8 @@ _SUBJECTS = {
     "result": "the result of trial {key}",
     **{kind: spec.subject for kind, spec in KINDS.items()},
 }
+_MAX_GAP = 10_000_000
+"""Events that may be missing; a higher number of an event is itself the damage."""
 _RESERVED = RESERVED.count(",") + 1
 _NO_RESULT = (None, None, "", *(None,) * (RESULT.count(",") - 2))
 
@@ -110,11 +113,8 @@ def check_ledger(path: Path) -> Check:
         connection.execute("BEGIN")  # one snapshot for everything below
         structure = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if structure != "ok":
-            raise LedgerError(
-                f"{path} is damaged ({structure}). Nothing was changed. Restore the run's folder from a copy, or save "
-                f"what is readable with `sqlite3 {path.name} .recover`."
-            )
-        hashes = _Hashes(connection)
+            raise LedgerError(damaged(path, structure))
+        hashes = _Hashes(path, connection)
         check.events = hashes.count
         check.trials = connection.execute("SELECT count(*) FROM trials").fetchone()[0]
         if head is not None:
@@ -130,8 +130,12 @@ def check_ledger(path: Path) -> Check:
 class _Hashes:
     """The hashes of all events by number, 16 bytes each; the first is that before the chain."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.count = last_event(connection)[0]
+        counts = "SELECT 2 * (SELECT count(*) FROM trials) + (SELECT count(*) FROM events)"
+        (rows,) = connection.execute(counts).fetchone()
+        if self.count > rows + _MAX_GAP:
+            raise LedgerError(damaged(path, f"event {self.count}, of at most {rows}"))
         hashes, self._known = bytearray(16 * (self.count + 1)), bytearray(self.count + 1)
         for query in (
             "SELECT seq, hash FROM events",
@@ -139,7 +143,7 @@ class _Hashes:
             "SELECT result_seq, result_hash FROM trials WHERE result_seq IS NOT NULL",
         ):
             for seq, hash in connection.execute(query):
-                hashes[16 * seq : 16 * seq + 16] = hash.ljust(16, b"\0")[:16]
+                hashes[16 * seq : 16 * seq + 16] = (hash or b"").ljust(16, b"\0")[:16]
                 self._known[seq] = 1
         self._bytes = bytes(hashes)
 
@@ -243,7 +247,7 @@ def accept_ledger(path: Path) -> Check:
     check = check_ledger(path)
     with explained(path), closing(connect(path, "FULL")) as connection:
         connection.execute("BEGIN IMMEDIATE")
-        chain, hashes = Chain(path, connection, last_event(connection)), _Hashes(connection)
+        chain, hashes = Chain(path, connection, last_event(connection)), _Hashes(path, connection)
         differences = list(_differences(connection, hashes))
         for seq in hashes.gaps():
             connection.execute("INSERT INTO events VALUES (?, 'gap', 0, '', ?)", (seq, ORIGIN))
