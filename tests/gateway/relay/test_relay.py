@@ -175,6 +175,7 @@ ANNOUNCED = {"t": "announce", "protocol": PROTOCOL, "name": "n", "version": 0, "
         ({**ANNOUNCED, "protocol": 99}, "protocol"),
         ({**ANNOUNCED, "name": None}, "name and version"),
         ({**ANNOUNCED, "version": "1"}, "name and version"),
+        ({**ANNOUNCED, "steering": 5}, "than a list"),
         ({**ANNOUNCED, "fingerprint": "0"}, "differs from its own"),
         ({**ANNOUNCED, "tokenizer": "other"}, "--tokenizer"),
         ({**ANNOUNCED, "tokenizer": "other", "tokenizer_json": "{}"}, "cannot be loaded"),
@@ -207,7 +208,7 @@ def test_an_invalid_announcement_is_refused(message, chunks_from):
         {"t": "chunk", "id": [1], "ids": [], "logprobs": [], "version": 0, "finish": None},
     ],
 )
-def test_a_worker_that_sends_garbage_is_dropped_and_others_are_unaffected(message):
+def test_a_worker_that_sends_garbage_is_dropped_and_others_are_unaffected(message, caplog):
     async def body():
         async with relayed(Replier("hello")) as gateway:
             await responses_to(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
@@ -215,6 +216,7 @@ def test_a_worker_that_sends_garbage_is_dropped_and_others_are_unaffected(messag
             assert ids_of(await chunks_from(gateway.engine)) == [*b"hello", END]
 
     run(body)
+    assert "Traceback" not in caplog.text
 
 
 def test_opening_a_session_waits_for_the_first_worker():

@@ -102,7 +102,8 @@ class RelayedEngine(Engine):
     def handle(self, message: dict[str, Any]) -> None:
         """Pass a message to the call that waits for it. EngineError if it is invalid."""
         try:
-            number = message["id"]
+            if type(number := message["id"]) is not int:
+                raise ValueError("its id is not a number")
             match message["t"]:
                 case "chunk":
                     answer: Chunk | Exception = _chunk(message)
@@ -269,6 +270,8 @@ class Relay(Fleet):
             raise EngineError(f"it uses protocol {announcement.get('protocol')!r}, the gateway {PROTOCOL}")
         if not isinstance(announcement.get("name"), str) or type(announcement.get("version")) is not int:
             raise EngineError("it announced no name and version")
+        if not isinstance(announcement.get("steering"), list | None):
+            raise EngineError("it announced what steers its sampling as something else than a list")
         theirs = announcement.get("fingerprint")
         async with self._tokenizer_lock:
             if self._fingerprint is None:
