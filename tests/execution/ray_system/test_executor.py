@@ -79,8 +79,8 @@ def test_c01_nodes_that_cannot_reach_the_driver_are_named_at_once(tmp_path, monk
     """Given a port of the driver that is closed for the nodes, the run ends with the address to open."""
 
     class Unreachable(Listener):
-        def __init__(self, host):
-            super().__init__(host)
+        def __init__(self, host, artifact_bytes):
+            super().__init__(host, artifact_bytes)
             self.address = host, 1
 
     async def main():

@@ -1,17 +1,21 @@
 """A host and its driver over a real connection, without a cluster."""
 
 import asyncio
+import concurrent.futures
 import math
 import os
+import re
+import struct
 import subprocess
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
-from loopwright.core.errors import ClusterError
+from loopwright.core.errors import ClusterError, LaunchError
 from loopwright.execution.base import CallResult, Command, FunctionCall
 from loopwright.execution.ray.channel import Listener, connect
+from loopwright.execution.ray.executor import Host, HostLost
 from loopwright.execution.ray.host import HostSettings, TrialHost
 from loopwright.execution.ray.messages import (
     HostAnswer,
@@ -42,7 +46,8 @@ class Driver:
     def on_message(self, message, blobs):
         self.messages.put_nowait(message if "node" in message else read_answer(message, blobs))
 
-    def on_end(self):
+    def on_end(self, error=None):
+        self.error = getattr(self, "error", None) or error
         self.disconnected.set()
 
     def start(self, key, work, *, last=None, package=None):
@@ -60,7 +65,7 @@ class Driver:
 @asynccontextmanager
 async def host(files="shared"):
     """A host in this process, and its driver; the task ends without an error."""
-    listener = Listener("127.0.0.1")
+    listener = Listener("127.0.0.1", LIMIT_BYTES)
     driver = Driver(listener)
     settings = HostSettings(files, output_bytes=LIMIT_BYTES, grace_s=1.0, artifact_bytes=LIMIT_BYTES, gpus=0)
     driver.task = asyncio.ensure_future(TrialHost(settings).serve(listener.address, driver.key, "/nowhere"))
@@ -204,23 +209,132 @@ def test_neither_end_reads_what_a_stranger_sends():
     """Given a peer without the key, a driver disconnects it, and a host does not connect to it."""
 
     async def main():
-        listener = Listener("127.0.0.1")
+        listener = Listener("127.0.0.1", LIMIT_BYTES)
         driver = Driver(listener)
         reader, writer = await asyncio.open_connection(*listener.address)
-        writer.write(bytes(16) + b"cos\nsystem\n")
+        writer.write(bytes(24) + b"cos\nsystem\n")
         assert await reader.read() == b""
         writer.close()
 
         async def pretend(_, writer):
-            writer.write(bytes(16))
+            writer.write(bytes(24))
             writer.close()
 
         impostor = await asyncio.start_server(pretend, "127.0.0.1", 0)
         with pytest.raises(ConnectionRefusedError):
-            await connect(impostor.sockets[0].getsockname(), driver.key, driver)
+            await connect(impostor.sockets[0].getsockname(), driver.key, driver, LIMIT_BYTES)
         impostor.close()
         await listener.close()
         assert driver.messages.empty()
+
+    asyncio.run(main())
+
+
+def test_the_id_of_a_key_admits_nobody_and_uses_nothing_up():
+    """Given the id of a key and a wrong secret, the driver sends nothing; its host connects afterwards."""
+
+    async def main():
+        listener = Listener("127.0.0.1", LIMIT_BYTES)
+        driver, user = Driver(listener), Driver(listener)
+        reader, writer = await asyncio.open_connection(*listener.address)
+        writer.write(driver.key[:8] + bytes(16))
+        assert await reader.read() == b""
+        writer.close()
+        await connect(listener.address, driver.key, user, LIMIT_BYTES)
+        user.channel.send({"node": "here"})
+        assert await driver.messages.get() == {"node": "here"}
+        user.channel.close()
+        await listener.close()
+
+    asyncio.run(main())
+
+
+async def answer_of_host(*, sends):
+    """What a driver learns of a host that sends these bytes once it is connected."""
+    listener = Listener("127.0.0.1", LIMIT_BYTES)
+    driver = Driver(listener)
+    reader, writer = await asyncio.open_connection(*listener.address)
+    writer.write(driver.key[:24] + sends)
+    assert await reader.read() in (b"", driver.key[:8] + driver.key[24:])
+    await driver.disconnected.wait()
+    writer.close()
+    await listener.close()
+    return driver.error
+
+
+def test_a_frame_has_a_limit_that_the_error_names():
+    """Given a length beyond the limit, the driver disconnects without waiting for the rest, and says which setting."""
+    error = asyncio.run(answer_of_host(sends=struct.pack(">IQQ", 2, 10, 1 << 40)))
+
+    limit_bytes = 2 * LIMIT_BYTES + 64 * 2**20
+    assert re.search(rf"1,099,511,627,786 bytes.* {limit_bytes:,}: twice \[system\] artifacts.*Raise", str(error))
+
+
+@pytest.mark.parametrize(
+    ("sends", "message"),
+    [
+        (struct.pack(">I", 0), "a frame of 0 parts"),
+        (struct.pack(">IQ", 1, 5) + b"words", "Expecting value"),
+        (struct.pack(">IQ", 1, 2) + b"[]", "a message is a JSON object"),
+        (struct.pack(">IQ", 1, 2) + b"{}", "'error'"),
+    ],
+)
+def test_a_message_that_cannot_be_read_ends_the_connection_and_is_told(sends, message):
+    """Given bytes that are not a message, the user of the connection gets the reason, once."""
+    assert message in str(asyncio.run(answer_of_host(sends=sends)))
+
+
+def test_a_trial_whose_answer_cannot_be_read_is_lost_with_that_reason(tmp_path):
+    """Given an answer without its fields, the driver disconnects that host and loses the trial with the reason."""
+
+    class Task(concurrent.futures.Future):
+        def future(self):
+            return self
+
+    async def main():
+        listener, user, keys = Listener("127.0.0.1", LIMIT_BYTES), Driver.__new__(Driver), []
+        user.disconnected = asyncio.Event()
+        lost = Host(listener, lambda key: keys.append(key) or Task())
+        await connect(listener.address, keys[0], user, LIMIT_BYTES)
+        user.channel.send({"node": "here", "shares_files": True})
+        await lost.ready
+        user.on_message = lambda *_: user.channel.send({"infra": True})
+        with pytest.raises(HostLost, match="it sent what cannot be read: 'error'"):
+            await lost.use("1", command(tmp_path, "true"), None)
+        await user.disconnected.wait()
+        assert lost.is_lost
+        await listener.close()
+
+    asyncio.run(main())
+
+
+def test_a_host_that_cannot_read_its_driver_ends_with_the_reason(tmp_path):
+    """Given a trial of an unknown type, the host ends its task with the error, which Ray gives to the driver."""
+
+    async def main():
+        async with host() as driver:
+            driver.channel.send({"do": "use", "key": "1", "packed": False, "type": "Sonnet", "fields": {}})
+            with pytest.raises(KeyError, match="Sonnet"):
+                await asyncio.wait_for(driver.task, 20)
+            driver.channel.send = lambda _: None  # it is closed already
+            driver.task = asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_trial_whose_files_exceed_the_limit_fails_and_its_host_goes_on(tmp_path, monkeypatch):
+    """Given answers and trials above the limit, each end refuses to send them, and the next trial runs."""
+    monkeypatch.setattr("loopwright.execution.ray.channel._MESSAGE_BYTES", 20_000 - 2 * LIMIT_BYTES)
+
+    async def main():
+        async with host("copy") as driver:
+            empty = Package(pack(tmp_path, LIMIT_BYTES))
+            answer = await driver.run("1", command(tmp_path, "seq 9999"), package=empty)
+            assert (answer.infra, answer.value) == (False, None)
+            assert "bytes for one trial are more than a Ray host and its driver send each other, 20,000" in answer.error
+            with pytest.raises(LaunchError, match="Raise artifacts"):
+                driver.start("2", command(tmp_path, "true"), package=Package(bytes(20_000)))
+            assert (await driver.run("3", command(tmp_path, "true"), package=empty)).value.exit_code == 0
 
     asyncio.run(main())
 
@@ -229,7 +343,7 @@ def test_a_host_that_cannot_connect_names_both_ends():
     """Given a closed port, the task says which node could not reach which address."""
 
     async def main():
-        listener = Listener("127.0.0.1")
+        listener = Listener("127.0.0.1", LIMIT_BYTES)
         driver, (address, port) = Driver(listener), listener.address
         await listener.close()
         settings = HostSettings("auto", LIMIT_BYTES, 1.0, LIMIT_BYTES, 0)
@@ -255,7 +369,7 @@ def test_a_channel_uses_the_certificates_of_ray(tmp_path, monkeypatch):
             address = driver.channel._transport.get_extra_info("sockname")
             reader, writer = await asyncio.open_connection(*address)
             writer.write(driver.key)
-            assert driver.key[16:] not in await reader.read()
+            assert driver.key[24:] not in await reader.read()
             writer.close()
 
     monkeypatch.setenv("RAY_USE_TLS", "1")

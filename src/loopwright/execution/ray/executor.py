@@ -5,12 +5,12 @@ trials go over a channel. A trial whose host is lost is lost; the next one gets 
 """
 
 import asyncio
+import itertools
 import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,12 @@ class Host(ChannelUser):
         elif self.answer is not None and not self.answer.done():
             self.answer.set_result(read_answer(message, blobs))
 
-    def on_end(self) -> None:
+    def on_end(self, error: Exception | None = None) -> None:
         self.is_lost = True
+        reason = "it disconnected" if error is None else f"it sent what cannot be read: {error}"
         for future in (self.ready, self.answer):
             if future is not None and not future.done():
-                future.set_exception(HostLost())
+                future.set_exception(HostLost(reason))
                 future.exception()  # it may be that nobody asks
 
 
@@ -123,7 +124,9 @@ class HostPool:
         )
         self._connection = RayConnection(None, system.address, system.runtime_env)
         self._listener: Listener | None = None
-        token = directory / f".ray-{uuid.uuid4().hex}"
+        self._run, self._numbers = uuid.uuid4().hex, itertools.count(1)
+        """What each trial's key is made of."""
+        token = directory / f".ray-{self._run}"
         with storage(token):
             directory.mkdir(parents=True, exist_ok=True)
             token.touch()
@@ -140,17 +143,17 @@ class HostPool:
     async def use(self, work: Work, on_start: OnStart, package: Callable[[], Package]) -> Any:
         """Run a command or a call on a host; returns how it ended."""
         host = await self._acquire()
-        key = uuid.uuid4().hex
+        key = f"{self._run}-{next(self._numbers)}"
         try:
             on_start(f"ray:{host.node}:{key}")
             self._busy.add(host)
             answer = await self._wait(host, key, host.use(key, work, None if host.shares_files else package()))
-        except HostLost:
+        except HostLost as lost:
             cause = await host.explain()
             self._drop(host)
             if isinstance(cause, RayTaskError):
                 raise cause from None
-            reason = "it disconnected" if cause is None else _last_line(cause)
+            reason = _last_line(cause or lost)
             raise LaunchError(f"the trial was lost with its host on {host.node}: {reason}", infra=True) from cause
         finally:
             self._busy.discard(host)
@@ -285,7 +288,10 @@ class HostPool:
             name="loopwright trials",
         )
         if self._listener is None:
-            self._listener = Listener(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+            self._listener = Listener(
+                ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+                self._system.artifacts,
+            )
         where, token = self._listener.address, str(self._token)
         host = Host(self._listener, lambda key: task.remote(self._settings, where, key, token))
         try:
@@ -341,7 +347,6 @@ class RayCalls(CallExecutor):
         def package() -> Package:
             return Package(pack(call.directory, self._artifact_bytes), self._pool.modules(call.path))
 
-        call = replace(call, on_report=None)
         result: CallResult = await self._pool.use(call, on_start, package)
         return result
 

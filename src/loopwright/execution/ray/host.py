@@ -53,7 +53,7 @@ class TrialHost(ChannelUser):
         """Connect to the driver, and run trials. The driver has put the token into the run's directory."""
         node, files = ray.util.get_node_ip_address(), self._settings.files  # type: ignore[no-untyped-call]
         try:
-            await connect(address, key, self)
+            await connect(address, key, self, self._settings.artifact_bytes)
         except OSError as error:
             reason = error.strerror or str(error) or "no answer"
             raise ClusterError(f"{node} cannot connect to the driver at {address[0]}:{address[1]}: {reason}") from error
@@ -95,9 +95,11 @@ class TrialHost(ChannelUser):
         self._trial = asyncio.ensure_future(self._answer(work, package))
         self._trial.add_done_callback(self._on_answer)
 
-    def on_end(self) -> None:
-        """The driver is gone, or we are."""
+    def on_end(self, error: Exception | None = None) -> None:
+        """The driver is gone, or we are, or it has sent what we cannot read."""
         self.on_message({"do": "kill"})
+        if error is not None and not self._ended.done():
+            self._ended.set_exception(error)
         self.on_message({"do": "close"})
 
     # -- one trial ----------------------------------------------------------------------------------------------
@@ -116,12 +118,14 @@ class TrialHost(ChannelUser):
         self._trial = None
         if self._ended.done():
             return
-        if trial.cancelled():
-            self._channel.send(*answer_message(HostAnswer(cancelled=True)))
-        elif (error := trial.exception()) is not None:
+        if not trial.cancelled() and (error := trial.exception()) is not None:
             self._ended.set_exception(error)  # Ray gives it to the driver
-        else:
-            self._channel.send(*answer_message(trial.result()))
+            return
+        answer = HostAnswer(cancelled=True) if trial.cancelled() else trial.result()
+        try:
+            self._channel.send(*answer_message(answer))
+        except LaunchError as error:
+            self._channel.send(*answer_message(HostAnswer(error=str(error))))
 
     async def _run(self, work: Work) -> Completion | CallResult:
         if isinstance(work, FunctionCall):

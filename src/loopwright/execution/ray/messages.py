@@ -48,7 +48,7 @@ class HostAnswer:
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """A message as JSON. NaN, large integers and file names that are not UTF-8 survive."""
-    return json.dumps(message, default=_plain, separators=(",", ":")).encode()
+    return _ENCODER.encode(message).encode()
 
 
 def decode(data: bytes) -> dict[str, Any]:
@@ -62,12 +62,17 @@ def decode(data: bytes) -> dict[str, Any]:
 def trial_message(key: str, work: Work, last: Work | None = None, package: Package | None = None) -> Message:
     """A trial to start. Most of it is the same in the whole run, so only what differs from the last one is sent."""
     message: dict[str, Any] = {"do": "use", "key": key, "packed": package is not None}
+    fields, known = vars(work), {} if last is None else vars(last)
     if last is None:
-        message |= {"type": type(work).__name__, "fields": vars(work)}
-    else:
-        # Arguments always: 1, 1.0 and True are equal.
-        changes = {name: new for name, new in vars(work).items() if name == "arguments" or new != getattr(last, name)}
-        message["fields"] = changes
+        message["type"] = type(work).__name__
+    # Identity first: comparing environments and paths costs more than the rest. Arguments always: 1, 1.0 and True are
+    # equal. What a function reports stays on its node.
+    message["fields"] = {
+        name: new
+        for name, new in fields.items()
+        if name == "arguments"
+        or (name != "on_report" and (new is not (old := known.get(name, _UNKNOWN)) and new != old))
+    }
     return message, () if package is None else (package.directory, *package.modules)
 
 
@@ -80,16 +85,18 @@ def read_trial(message: Mapping[str, Any], blobs: Blobs, last: Work | None) -> t
 
 def answer_message(answer: HostAnswer) -> Message:
     """How a trial ended."""
-    message = {**vars(answer), "files": None}
+    blobs = (answer.files,) if answer.files else ()
     if answer.value is not None:
-        message |= {"type": type(answer.value).__name__, "value": vars(answer.value)}
-    return message, (answer.files,)
+        return {"type": type(answer.value).__name__, "value": vars(answer.value)}, blobs
+    return {"error": answer.error, "infra": answer.infra, "cancelled": answer.cancelled}, blobs
 
 
 def read_answer(message: Mapping[str, Any], blobs: Blobs) -> HostAnswer:
     """The answer of a message."""
-    value = None if message["value"] is None else _TYPES[message["type"]](**message["value"])
-    return HostAnswer(value, blobs[0], message["error"], message["infra"], message["cancelled"])
+    files = blobs[0] if blobs else b""
+    if "value" in message:
+        return HostAnswer(_TYPES[message["type"]](**message["value"]), files)
+    return HostAnswer(None, files, message["error"], message["infra"], message["cancelled"])
 
 
 def _plain(value: object) -> Any:
@@ -105,3 +112,8 @@ def _plain(value: object) -> Any:
 
 def _same(value: Any) -> Any:
     return value
+
+
+_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), check_circular=False)
+_UNKNOWN = object()
+"""Not equal to any field."""
