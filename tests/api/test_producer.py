@@ -132,9 +132,35 @@ def test_what_was_in_production_continues_with_the_weights_that_are_published_fi
         assert {span.version for each in rollouts(ledger) for node in each.episode.nodes for span in node.spans} == {5}
 
 
+def test_batches_that_are_requested_at_the_same_time_are_separate(tmp_path):
+    async def main():
+        async with loopwright.Producer(SCENARIO, output=tmp_path / "out") as producer:
+            first, second = await asyncio.gather(producer.batch(2), producer.batch(2))
+            producer.trained(first)
+            return {group.number for group in first}, {group.number for group in second}
+
+    trained, taken = asyncio.run(main())
+    rest = take_all(tmp_path / "out")
+    assert taken <= {*rest}
+    assert not trained & {*rest}
+
+
+def test_the_same_object_continues_when_it_is_opened_again(tmp_path):
+    async def main():
+        producer = loopwright.Producer(SCENARIO, output=tmp_path / "out")
+        async with producer:
+            taken = {group.number for group in await producer.batch(3)}
+        async with producer:
+            assert taken & {group.number for group in await producer.batch(24)} == taken
+
+    asyncio.run(main())
+
+
 def test_it_is_used_inside_a_context(tmp_path):
     producer = loopwright.Producer(SCENARIO, output=tmp_path / "out")
     with pytest.raises(loopwright.LoopwrightError, match="async with"):
         asyncio.run(producer.batch(1))
+    with pytest.raises(ValueError, match="at least one group, not 0"):
+        asyncio.run(producer.batch(0))
     with pytest.raises(loopwright.ScenarioError, match=r"choose one run .*There are: own"):
         loopwright.Producer(SCENARIO, output=tmp_path / "out", run="other")

@@ -46,6 +46,7 @@ class Producer:
         self._production: tuple[RolloutEnv, GroupProducer] | None = None
         self._batches: dict[int, frozenset[int]] = {}
         """The groups of each step that were handed out and are not trained yet."""
+        self._batch_lock = asyncio.Lock()
         self._step = 0
         self._is_restored = False
 
@@ -82,14 +83,17 @@ class Producer:
 
         Production continues between calls if `produce.type` is `async`.
         """
+        if size < 1:
+            raise ValueError(f"a batch has at least one group, not {size}")
         env, producer = self._open_production()
-        self._restore(producer)
-        groups = await producer.batch(size, self._step + 1)
-        env.book.ledger.flush()
-        if groups:
-            self._step += 1
-            self._batches[self._step] = frozenset(group.number for group in groups)
-        return groups
+        async with self._batch_lock:  # each batch has its own step
+            self._restore(producer)
+            groups = await producer.batch(size, self._step + 1)
+            env.book.ledger.flush()
+            if groups:
+                self._step += 1
+                self._batches[self._step] = frozenset(group.number for group in groups)
+            return groups
 
     async def publish(self, weights: Any, version: int) -> None:
         """Give the engine new weights. Groups older than `produce.max_staleness` versions expire.
@@ -141,6 +145,7 @@ class Producer:
         producer = GroupProducer(env, env.produce, group_size=config.group_size, min_group=config.min_size)
         stack.push_async_callback(producer.pause, 0.0)
         self._step = int(env.book.ledger.state("step", 0))
+        self._batches, self._is_restored = {}, False
         return env, producer
 
     def _restore(self, producer: GroupProducer) -> None:
