@@ -157,6 +157,24 @@ def test_l17_a_learner_as_slow_as_the_engine_waits_no_longer_for_it(tmp_path):
     assert rate >= 0.95 * 3.7, "the rate when surplus was produced, of which a third expired"
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_l17_nothing_is_produced_for_steps_after_the_last(tmp_path, max_staleness):
+    async def main():
+        async def roll(request: RolloutRequest) -> Episode:
+            await asyncio.sleep(Random(request.seed).random())
+            return episode_of(request.task, world.worker.version)
+
+        async with World(tmp_path, roll, type="async", over_sample=1.0, max_staleness=max_staleness) as world:
+            for step in range(1, 4):
+                assert len(await world.producer.batch(4, step, 3)) == 4
+                await asyncio.sleep(5)
+                await world.producer.update(step)
+                world.env.buffer.settle(step)
+            assert world.env.buffer.counts() == {"trained": 12}
+
+    simulate(main())
+
+
 def test_l17_waste_is_shown(tmp_path):
     async def main():
         versions = [0]

@@ -107,14 +107,15 @@ class Lanes:
             ahead = math.ceil(size * lane.share * (1 + Fraction(lane.config.over_sample)))
             lane.max_open = ahead if lane.is_async else lane.quota
 
-    def usable(self, lane: Lane, size: int, updates: int) -> int:
+    def usable(self, lane: Lane, size: int, updates: int, left: float) -> int:
         """How many groups, open or ready, the next batches can use before one that is opened now is too old.
 
-        `updates` is how many times the policy is updated before the first of these batches.
+        `updates` is how many times the policy is updated before the first of these batches, of which `left` follow.
         """
         if not lane.is_async:
             return lane.quota
-        return self.plan(size * max(0, lane.config.max_staleness + 1 - updates))[lane.name]
+        batches = min(lane.config.max_staleness + 1 - updates, left)
+        return self.plan(size * max(0, int(batches)))[lane.name]
 
     def furthest_behind(self, lanes: Sequence[Lane], waiting: Mapping[str, int]) -> Lane:
         """Which of these lanes opens a group next, given how many are ready of each."""

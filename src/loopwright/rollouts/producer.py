@@ -44,21 +44,24 @@ class GroupProducer:
         self._progress = asyncio.Event()
         self._error: BaseException | None = None
         self._batch_size = self._next_version = 0
+        self._batches_left = math.inf
         self._flush_scheduled = self._warned_short = False
         self._ended = self._lost = 0
         """Rollouts, and those of them that do not count; for the budget to keep for replacements."""
 
     # -- for the trainer ----------------------------------------------------------------------------------------
 
-    async def batch(self, size: int, step: int) -> list[Group]:
+    async def batch(self, size: int, step: int, last_step: int | None = None) -> list[Group]:
         """The next groups to train on, for this step: `size` of them, or fewer when the budget is exhausted.
 
-        Also fewer once ten times as many were discarded; ProductionFailed if none is ready by then.
+        Also fewer once ten times as many were discarded; ProductionFailed if none is ready by then. Nothing is
+        produced for steps after `last_step`.
         """
         while True:
             if self._error is not None:
                 raise self._error
             self._batch_size, self._next_version = size, self.version
+            self._batches_left = math.inf if last_step is None else last_step - step + 1
             self._lanes.aim(size)
             for lane in self._lanes.all:
                 # The prompts of groups that are too old are attempted again first.
@@ -76,6 +79,7 @@ class GroupProducer:
     def _take(self, step: int) -> list[Group]:
         """The groups of a batch."""
         self._next_version = self.version + 1  # what is opened now is used after the next update
+        self._batches_left -= 1
         self.discarded = DiscardedGroups()
         numbers: list[int] = []
         for lane in self._lanes.all:
@@ -194,7 +198,7 @@ class GroupProducer:
 
     def _top_up(self, *lanes: Lane) -> None:
         """Open groups until there are enough, open or ready. Several lanes share the rest of the budget by weight."""
-        updates = self._next_version - self.version
+        updates, left = self._next_version - self.version, self._batches_left
         while True:
             waiting = {lane.name: self.env.buffer.waiting_of(lane.sources) for lane in lanes}
             lanes = tuple(
@@ -202,7 +206,7 @@ class GroupProducer:
                 for lane in lanes
                 if not lane.is_paused
                 and len(lane.open) < lane.max_open
-                and len(lane.open) + waiting[lane.name] < self._lanes.usable(lane, self._batch_size, updates)
+                and len(lane.open) + waiting[lane.name] < self._lanes.usable(lane, self._batch_size, updates, left)
             )
             if not lanes or self.env.book.stopping:
                 return

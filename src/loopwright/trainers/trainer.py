@@ -163,7 +163,7 @@ class _Training:
             producer.restore(step)
             while step < config.steps:
                 start = time.monotonic()
-                groups = await producer.batch(config.prompts_per_step, step + 1)
+                groups = await producer.batch(config.prompts_per_step, step + 1, config.steps)
                 if not groups:
                     break
                 step += 1
