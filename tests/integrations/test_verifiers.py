@@ -134,12 +134,14 @@ class TestProblems:
     @pytest.mark.parametrize(
         ("tasks", "words"),
         [
-            ({"env": "no_such_env"}, "Could not import 'no_such_env' environment"),
+            ({"env": "no_such_env"}, "'no_such_env' cannot be imported: No module named 'no_such_env'"),
+            ({"env": "unready_env"}, "'unready_env' cannot be imported: No module named 'no_such_package'"),
             ({"env": "sums_env", "args": {"size": 3}}, "unexpected keyword argument 'size'"),
             ({"env": "broken_env", "split": "eval"}, 'no dataset for split = "eval"; set split = "train"'),
         ],
     )
     def test_what_cannot_be_used_is_named(self, tmp_path, tasks, words):
+        (tmp_path / "unready_env.py").write_text("import no_such_package\n")
         with pytest.raises(TasksError, match=words):
             VerifiersTasks(**tasks).load(tmp_path)
 

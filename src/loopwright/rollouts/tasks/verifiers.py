@@ -94,7 +94,13 @@ def load(env: str, args: str) -> Any:
         version = getattr(verifiers, "__version__", "this version")
         raise TasksError(f"verifiers {version} has no `load_environment`. Run: pip install 'loopwright[verifiers]'")
     import_module("datasets").disable_progress_bars()  # in the middle of our own output
-    environment = verifiers.load_environment(env, **json.loads(args))
+    try:
+        environment = verifiers.load_environment(env, **json.loads(args))
+    except ValueError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        fix = "Install its package, or place its module beside the scenario"
+        raise TasksError(f"environment {env!r} cannot be imported: {error.__cause__}. {fix}") from error
     if environment.requires_group_rollouts:
         raise TasksError(f"environment {env!r} scores a whole group at a time, which rollouts of one task cannot do")
     for each in _environments(environment):
