@@ -102,7 +102,7 @@ def test_a_missing_number_is_explained(read, metric, stdout, words):
         ({"regex": "(x)", "json": "/x"}, "give exactly one"),
         ({"regex": "("}, "is not a regular expression"),
         ({"regex": "x"}, "needs a group"),
-        ({"json": "x"}, "pattern"),
+        ({"json": "x"}, "write '/x'"),
         ({"resource": "joules"}, "wall_s"),
         ({"resource": "wall_s", "file": "x"}, "`file` goes with regex or json"),
         ({"json": "/x", "file": "/etc/passwd"}, "must be relative"),
@@ -120,3 +120,11 @@ def test_a_pattern_that_backtracks_without_end_names_itself_and_its_input(read):
         PatternTimeout, match=r"matching '\(a\|aa\)\+\$' in stdout \(5,001 bytes\) took more than 0.05 s"
     ):
         read({"regex": "(a|aa)+$"}, "a" * 5000 + "x", timeout_s=0.05)
+
+
+@pytest.mark.parametrize("text", ["m.rps", "$.m.rps", "m/rps"])
+def test_a_json_path_that_is_no_pointer_is_refused_with_the_pointer(text):
+    with pytest.raises(ValidationError, match="is not a JSON pointer; write '/m/rps'"):
+        CommandConfig(command="x", metrics={"y": {"json": text}})
+    with pytest.raises(ValidationError, match="is not a JSON pointer; write '/m/rps'"):
+        CommandConfig(command="x", read=[{"names": ["y"], "json": text}])

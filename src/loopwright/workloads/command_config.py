@@ -36,6 +36,14 @@ def check_relative(name: str | None) -> str | None:
     return name
 
 
+def check_pointer(text: str | None) -> str | None:
+    """Raise ValueError unless this is a JSON pointer."""
+    if text and not text.startswith("/"):
+        fix = "/" + text.removeprefix("$").removeprefix(".").replace(".", "/")
+        raise ValueError(f"{text!r} is not a JSON pointer; write {fix!r}")
+    return text
+
+
 def check_template(text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
     """Raise ValueError unless the placeholders of a command can be filled."""
     if text is not None:
@@ -48,7 +56,7 @@ class MetricConfig(Config):
 
     regex: str | None = None
     """A pattern whose first group is the number; the last match counts."""
-    json_pointer: str | None = Field(default=None, alias="json", pattern=r"^(/.*)?$")
+    json_pointer: str | None = Field(default=None, alias="json")
     """A JSON pointer such as `/results/0/gflops` into the output, or into its last line."""
     csv: str | None = None
     """A column of a table in CSV with a header; the last row counts."""
@@ -72,6 +80,7 @@ class MetricConfig(Config):
         return pattern
 
     _check_path = field_validator("file")(check_relative)
+    _check_pointer = field_validator("json_pointer")(check_pointer)
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -91,7 +100,7 @@ class ReadConfig(Config):
     """The metrics."""
     regex: str | None = None
     """A pattern with as many groups as there are names; the last match counts."""
-    json_pointer: str | None = Field(default=None, alias="json", pattern=r"^(/.*)?$")
+    json_pointer: str | None = Field(default=None, alias="json")
     """A JSON pointer to an object with these members."""
     csv: bool = False
     """Whether the names are columns of a table in CSV; the last row counts."""
@@ -101,6 +110,8 @@ class ReadConfig(Config):
     """Which output is read, without a `file`."""
     required: bool = True
     """Whether a trial without one of these metrics has failed."""
+
+    _check_pointer = field_validator("json_pointer")(check_pointer)
 
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:
