@@ -144,6 +144,44 @@ def test_q02_remeasure_adds_numbered_confirm_rows(loopwright, tmp_path):
     assert loopwright("check", "out").returncode == 0
 
 
+def test_remeasure_pairs_with_the_baseline_under_the_same_regime_and_noise(loopwright, tmp_path):
+    """Given 5 measurements for two finalists and the baseline, which thus lacks the second regime, no pair is mixed."""
+    (tmp_path / "regimes.toml").write_text(
+        """
+name = "regimes"
+[[run]]
+name = "r"
+agent = { type = "random", trials = 18, seed = 3, start = "first" }
+confirm = { finalists = 2, share = 0.3 }
+noise = { seed = [1, 2, 3] }
+reward = { type = "identity", metrics = ["y"] }
+env_params = { load = { weights = [0.9, 0.1] } }
+[run.workload]
+type = "command"
+command = "sh -c 'echo y=$((100 * $2 + $0 * (1 + $2) + 5 * $1))' {x} {seed} {load}"
+metrics = { y = { regex = "y=(.*)" } }
+[run.workload.args]
+x = [0, 1, 2, 3]
+load = [1, 9]
+"""
+    )
+    assert loopwright("run", "regimes.toml", "--output", "out", "-q").returncode == 0
+
+    assert loopwright("remeasure", "out", "--again", 2, "-q").returncode == 0
+
+    with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
+        fresh = [trial for trial in ledger.trials() if trial.phase == "confirm"]
+        added = [(t.noise["seed"], t.regime["load"], t.action["x"]) for t in fresh[-8:]]
+        best = recommend(stored_trials(ledger), ledger.state("run"))
+    assert sum(trial.action["x"] == 0 for trial in fresh) < sum(trial.action["x"] == 3 for trial in fresh)
+    assert all(
+        {(load, x) for _, load, x in turn} == {(1, 0), (1, 3), (9, 0), (9, 3)} for turn in (added[:4], added[4:])
+    )
+    assert all(len({seed for seed, *_ in turn}) == 1 for turn in (added[:4], added[4:]))
+    assert best.gain.mean == pytest.approx(0.9 * 6 + 0.1 * 30)
+    assert best.gain.interval == pytest.approx((best.gain.mean, best.gain.mean))
+
+
 def test_a_recommendation_that_fails_when_measured_again_is_replaced(loopwright, tmp_path):
     """Given an answer that crashes when it is measured again, the next best is the answer."""
     grid(tmp_path).unlink()

@@ -5,6 +5,7 @@ and noise and in a shuffled order. The race is replayed from the ledger: what co
 and the seed alone, so that a resumed run continues exactly where it stopped.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -68,12 +69,19 @@ def standing(rows: Mapping[str, Sequence[StoredTrial]], rules: RaceRules) -> Sta
 def difference(
     rows: Sequence[StoredTrial], others: Sequence[StoredTrial], weights: Mapping[str, float], tests: int = 1
 ) -> Estimate | None:
-    """How much better the first is than the second, round by round; None if no round has both."""
-    samples: list[Sample] = [
-        (a.regime_key, a.objectives[0] - b.objectives[0])
-        for a, b in zip(rows, others, strict=False)
-        if a.objectives and b.objectives
-    ]
+    """How much better the first is than the second, by pairs under the same regime and noise; None without any.
+
+    In a race these are its rounds. Later measurements of the two may be in another order.
+    """
+    waiting: dict[tuple[str, str], deque[StoredTrial]] = defaultdict(deque)
+    for row in others:
+        waiting[row.regime_key, row.noise].append(row)
+    samples: list[Sample] = []
+    for row in rows:
+        same = waiting[row.regime_key, row.noise]
+        other = same.popleft() if same else None
+        if row.objectives and other is not None and other.objectives:
+            samples.append((row.regime_key, row.objectives[0] - other.objectives[0]))
     return mean_difference(samples, weights, tests) if samples else None
 
 

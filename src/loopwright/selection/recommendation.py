@@ -88,7 +88,7 @@ class Recommendation:
     baseline: Candidate | None = None
     """The first or pinned configuration, measured again beside the finalists."""
     gain: Estimate | None = None
-    """How much better the recommendation is than the baseline, round by round."""
+    """How much better the recommendation is than the baseline, by pairs under the same regime and noise."""
     luckiest: Luckiest | None = None
     drift: Drift | None = None
     """How much the machine changed while the search ran, if that can be told from chance."""

@@ -37,13 +37,12 @@ class Remeasurement(SearchAgent):
             points += [(baseline, regime) for regime in {str(regime): regime for _, regime in points}.values()]
         self.planned: list[tuple[Action, Regime, int, int, int]] = []
         """What is left to measure: action, regime, draw of the noise, group and repeat."""
-        for turn in range(len(trials), len(trials) + again):
-            for origin, regime in Random(f"{config.seed}:remeasure:{turn}").sample(points, len(points)):
-                key = origin.action_key
-                draw = env.rules.repeats + confirmed[key] + 1
-                self.planned.append((origin.action, regime, draw, origin.group, repeats[key]))
-                repeats[key] += 1
-                confirmed[key] += 1
+        unused_draw = env.rules.repeats + max(confirmed.values(), default=0) + 1
+        for turn in range(again):
+            for origin, regime in Random(f"{config.seed}:remeasure:{len(trials) + turn}").sample(points, len(points)):
+                repeat = repeats[origin.action_key]
+                self.planned.append((origin.action, regime, unused_draw + turn, origin.group, repeat))
+                repeats[origin.action_key] += 1
         env.book.budget = env.book.step + len(self.planned)  # shown as the total; the agent's own is used up
 
     def select_action(self, observation: Observation) -> Action | None:
