@@ -5,6 +5,7 @@ import pytest
 from tests.contracts.harness import FunctionEnv
 
 import loopwright as lw
+from loopwright.agents.search.samplers import Tpe, TpeConfig
 from loopwright.agents.search.warm_start import warm_start_problem, warm_trials
 from loopwright.core.errors import LedgerError
 from loopwright.core.outcome import Outcome
@@ -53,6 +54,16 @@ def test_a_study_is_learned_from_under_the_reward_of_the_run(tmp_path):
     other.engine.dispose()
     # After a resume the same trials count; the name may be left out.
     assert list(warm_trials(env, "sqlite:///optuna.db")) == expected
+    env.book.ledger.close()
+
+
+def test_a_sampler_learns_the_mean_of_a_point_that_was_measured_again(tmp_path):
+    study(tmp_path / "optuna.db", [(1.0, 5.0), (2.0, 4.0), (1.0, 7.0)])
+    env = env_of(tmp_path, Negative(metrics=("y",)))
+
+    agent = Tpe(env, TpeConfig(trials=5, warm_start="sqlite:///optuna.db"))
+
+    assert [(trial.params["x"], trial.value) for trial in agent._study.trials] == [(1.0, -6.0), (2.0, -4.0)]
     env.book.ledger.close()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -106,8 +107,12 @@ class SamplerAgent(SpaceAgent):
         """The tries of the current proposal that were avoided because they are among failures."""
         self._failure_map = FailureMap(self.space.tunable)
         if config.warm_start is not None:
+            # The finalists of a confirmed run were measured many times: as many equal points would repel a sampler.
+            measurements: dict[str, tuple[Action, list[tuple[float, ...]]]] = {}
             for action, _, objectives in warm_trials(env, config.warm_start):
-                self._add(action, self.foreign_attrs, objectives)
+                measurements.setdefault(key_of(action), (action, []))[1].append(objectives)
+            for action, repeats in measurements.values():
+                self._add(action, self.foreign_attrs, tuple(map(fmean, zip(*repeats, strict=True))))
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
