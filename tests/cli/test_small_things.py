@@ -65,6 +65,13 @@ def test_a_quoted_operator_is_an_argument_and_a_pure_switch_needs_no_place(tmp_p
     assert invoke("verify", tmp_path).exit_code == 0
 
 
+def test_verify_reports_a_script_that_is_lost_when_an_argument_of_it_is_absent(tmp_path):
+    result = invoke("verify", tmp_path, "sh -c 'echo loss={x} {long}'")
+
+    assert result.exit_code == 2
+    assert "-c loses its value when long is absent; pass {long} after the script, or give" in result.output
+
+
 def test_dry_run_shows_objective_and_metrics(tmp_path):
     output = invoke("dry-run", tmp_path).output
 
@@ -96,7 +103,7 @@ def test_dry_run_shows_noise_services_and_what_a_slot_will_provide(tmp_path):
 def test_the_terminal_gets_no_codes_of_a_program_that_failed(tmp_path):
     file = tmp_path / "small.toml"
     (tmp_path / "message").write_text("\x1b[2J\u202eno")
-    failing = f"sh -c 'cat {tmp_path}/message >&2; exit 7; {{x}} {{long}}'"
+    failing = f"sh -c 'cat {tmp_path}/message >&2; exit 7' {{x}} {{long}}"
     file.write_text(SCENARIO.replace("COMMAND", failing).replace("LIMIT", "9") + "\n[run.fail]\nsame = 2\n")
     command = [sys.executable, "-m", "loopwright", "run", str(file), "--output", str(tmp_path / "out")]
 
@@ -105,6 +112,17 @@ def test_the_terminal_gets_no_codes_of_a_program_that_failed(tmp_path):
     assert r"ERROR: stopped: the last 2 trials failed alike" in done.stderr
     assert r"\x1b[2J\u202eno" in done.stderr
     assert not {"\x1b", "\u202e"} & set(done.stderr + done.stdout)
+
+
+def test_the_summary_tells_trials_that_a_rule_stopped_from_those_that_failed(tmp_path):
+    file = tmp_path / "small.toml"
+    text = SCENARIO.replace("COMMAND", "sh -c 'echo loss={x}; sleep 0.{x}' {long}").replace("LIMIT", "9")
+    rule = 'stop = { rule = "threshold", metric = "loss", options = { upper = 1.5 } }\n[run.workload]\n'
+    file.write_text(text.replace("[run.workload]\n", f"{rule}progress = {{ regex = 'loss=(?P<loss>.)' }}\n", 1))
+
+    done = CliRunner().invoke(app, ["run", str(file), "--output", str(tmp_path / "out"), "--quiet"])
+
+    assert "a: 3 ok and 3 stopped early of 6 trials" in done.output, done.output
 
 
 def test_rewards_compare_by_value():

@@ -99,7 +99,8 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     first = (*objectives, Objective("reward"))[0]
     candidates = best.by_regime if by_regime else best.front
     total = sum(counts.values()) - counts["cached"]
-    lines = [f"{counts.get('ok', 0)} ok of {counted(total, 'trial')}"]
+    stopped = f" and {counts['stopped']} stopped early" if counts.get("stopped") else ""
+    lines = [f"{counts.get('ok', 0)} ok{stopped} of {counted(total, 'trial')}"]
     shown = [(title(candidate), candidate) for candidate in candidates[:_MAX_CANDIDATES]]
     if len(objectives) > 1 and not by_regime and best.baseline is not None and best.baseline not in best.front:
         shown.append(("the baseline", best.baseline))

@@ -262,9 +262,12 @@ class CommandTemplate:
         return None if any(m[1] for m in _PLACEHOLDER.finditer(first)) else first
 
     def option_before(self, name: str) -> str | None:
-        """The option before the word `{name}`, which would lose its value if the argument is absent."""
+        """The option before the word `{name}`, or before a script with it: absent, the option would lose its value."""
+        placeholders = f"{{{name}}}", f"{{{name}:words}}"
         for option, word in zip(self._words, self._words[1:], strict=False):
-            if word in (f"{{{name}}}", f"{{{name}:words}}") and option.startswith("-") and "=" not in option:
+            if word in placeholders and option.startswith("-") and "=" not in option:
+                return option
+            if option == "-c" and any(placeholder in word for placeholder in placeholders):
                 return option
         return None
 

@@ -289,7 +289,12 @@ class CommandConfig(WorkloadConfig):
             for name in sorted(template.names & parameters.keys()):
                 can_be_absent = parameters[name].when and parameters[name].otherwise is None
                 if can_be_absent and (option := template.option_before(name)):
-                    fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
+                    fix = (
+                        f"write {option}={{{name}}} as one word"
+                        if option != "-c"
+                        else f"pass {{{name}}} after the script"
+                    )
+                    fix += f", or give {name} an `otherwise`"
                     problems.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
             problems += self._unusable_values(template)
             problems += [
