@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -225,11 +226,14 @@ def test_mistakes_in_a_call_are_named_by_what_the_caller_wrote(tmp_path):
 
 
 def test_progress_is_a_bar_on_a_terminal(tmp_path):
+    """Given a narrow one, the line is wrapped, and nothing of it is left out."""
     script = "lw.tune(size, {'x': [1, 2]}, minimize=True, trials=2, agent='grid', output='out')"
     outer, inner = pty.openpty()
+    termios.tcsetwinsize(inner, (24, 60))
     command = [sys.executable, "-c", f"import loopwright as lw\ndef size(x): return abs(x)\n{script}"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=inner, text=True) as process:
         os.close(inner)
         screen = read_all(outer)
         assert (process.stdout.read(), process.wait()) == ("", 0)
     assert "size: 2/2 done" in screen
+    assert "measured once)" in " ".join(screen.split())

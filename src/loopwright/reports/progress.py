@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, TextIO
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column
 
 from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
@@ -190,7 +191,7 @@ class ProgressBar(RunProgress):
         self._progress = Progress(
             SpinnerColumn(),
             BarColumn(bar_width=30),
-            TextColumn("{task.fields[line]}", markup=False),
+            TextColumn("{task.fields[line]}", markup=False, table_column=Column()),  # wraps in a narrow terminal
             console=console,
         )
         total = self.total if self.training is None else self.training.total
