@@ -122,6 +122,14 @@ def test_reasoning_is_not_a_verdict():
     assert parse_score("<think>Score: 3? No.</think>\nScore: 8", 0, 10) == 8
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("reply", ["```{}x", "```{}```", "```json{}{{", "{}Score: 8x", "Score:{}"])
+def test_a_reply_of_empty_lines_is_read_at_once(reply):
+    """Given 50,000 of them, a pattern that backtracks would take hours."""
+    with pytest.raises(JudgeFailed):
+        parse_score(reply.format("\n" * 50_000), 0, 10)
+
+
 def test_the_llm_gets_rubric_and_needs_and_its_score_is_scaled(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with serving() as server:

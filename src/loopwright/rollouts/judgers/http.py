@@ -147,7 +147,8 @@ _INSTRUCTION = (
 _SCORE_LINE = re.compile(
     r"^[ \t>*#]*score[* \t]*:[* \t]*(-?\d+(?:\.\d+)?)[* \t.]*$", re.IGNORECASE | re.MULTILINE | re.ASCII
 )
-_FENCED_JSON = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL | re.IGNORECASE)
+_FENCED_JSON = re.compile(r"\A```(?:json)?[^\S\n]*+\n(.*)```\Z", re.DOTALL | re.IGNORECASE)
+"""It must not backtrack: an agent may bring its judge to reply with thousands of empty lines."""
 _MAX_CHARS = 200_000
 
 
