@@ -117,7 +117,7 @@ def test_no_field_value_crashes_the_gateway():
 CONVERSATIONS = {**dict.fromkeys(PATHS, "messages"), "v1/completions": "prompt", "v1/responses": "input"}
 
 
-def test_deep_values_are_refused_by_name_or_recorded(tmp_path):
+def test_a05_deep_values_are_refused_by_name_or_recorded(tmp_path):
     """A value that the store could not write would make every later call of its session fail, and its end."""
 
     function = '{"name": "f", "parameters": {"x": DEEP}}'
@@ -153,7 +153,7 @@ def test_deep_values_are_refused_by_name_or_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("header", ["x-loopwright-branch", "thread-id"])
-def test_the_name_of_a_branch_may_be_any_bytes(tmp_path, header):
+def test_a05_the_name_of_a_branch_may_be_any_bytes(tmp_path, header):
     """Given a header that is not UTF-8, the turn is recorded, and the session can go on and be closed."""
 
     async def steps():

@@ -21,6 +21,8 @@ _NUMBERS = (
 )
 """The numbers of `Sampling` that every dialect has under the same name."""
 _MAX_BIAS, _MAX_DIGITS = 100, 9
+_SET_BY_REQUEST = {"messages": (None, []), "tools": (None, []), "add_generation_prompt": (None, True), "self": ()}
+"""Arguments of a chat template that are not the client's, and their values that change nothing."""
 _GuideKind = Literal["json", "regex", "choice", "grammar"]
 GUIDE_FIELDS: Mapping[str, _GuideKind] = {
     "guided_json": "json",
@@ -120,4 +122,8 @@ def template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments for the chat template."""
     value = body.get("chat_template_kwargs") or {}
     to_json(value, "chat_template_kwargs")
-    return dict(value)
+    for name, neutral in _SET_BY_REQUEST.items():
+        if name in value and value[name] not in neutral:
+            where = f"chat_template_kwargs.{name}"
+            raise BadRequest(f"{where}: not supported: the rest of the request sets it", where)
+    return {name: argument for name, argument in value.items() if name not in _SET_BY_REQUEST}
