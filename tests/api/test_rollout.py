@@ -39,14 +39,20 @@ def test_a_function_judges_the_episodes_of_a_named_loop_and_engine():
     assert episodes[0].rewards == {"exact": 1.0}
 
 
-@pytest.mark.parametrize("judger", [Half, {"type": "length"}, None])
-def test_loops_and_judgers_may_be_classes_or_tables(judger):
+@pytest.mark.parametrize("judger", [Half, {"type": "length"}, "length", None])
+def test_loops_and_judgers_may_be_classes_names_or_tables(judger):
     episodes = lw.rollout(
         ["hello", lw.Task("b", ({"role": "user", "content": "hi"},))], Twice, judger, engine="scripted"
     )
 
     assert [(episode.task.id, episode.turns) for episode in episodes] == [("0", 2), ("b", 2)]
     assert all(episode.reward is not None for episode in episodes)
+
+
+def test_tasks_are_a_list_or_a_generator_but_not_one_task():
+    assert len(lw.rollout((prompt for prompt in ("a", "b")), engine="scripted")) == 2
+    with pytest.raises(TypeError, match="tasks must be a list of tasks, not 'hello'"):
+        lw.rollout("hello", engine="scripted")
 
 
 def test_an_engine_object_and_sampling_are_used():

@@ -105,6 +105,13 @@ def test_a_trial_told_twice_is_refused():
             study.tell(trial, {"seconds": 1.0})
 
 
+def test_only_a_trial_from_ask_can_be_told():
+    with lw.Study.open(scenario(2), "out") as study:
+        trial = study.ask()
+        with pytest.raises(AskTellError, match="pass the trial that `ask` returned, not 1"):
+            study.tell(trial.number, {"seconds": 1.0})
+
+
 def test_metrics_that_are_not_numbers_fail_the_trial():
     with lw.Study.open(scenario(2), "out") as study:
         study.tell(study.ask(), {"seconds": float("nan")})

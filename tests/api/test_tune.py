@@ -9,6 +9,7 @@ import termios
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import loopwright as lw
@@ -105,10 +106,11 @@ def test_a_study_in_this_process_says_how_it_is_continued():
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-def test_a_crash_is_a_failed_trial(in_process):
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_crash_is_a_failed_trial(in_process, kind):
     def fragile(x):
         if x == 2:
-            raise RuntimeError("too fragile")
+            raise kind("too fragile")
         return float(x)
 
     study = lw.tune(fragile, {"x": [1, 2]}, maximize=True, trials=2, agent="grid", output="out", in_process=in_process)
@@ -150,6 +152,9 @@ def test_changed_code_or_captured_values_are_refused():
 
     with pytest.raises(LedgerError, match="have changed since"):
         lw.tune(scaled(3), {"x": [1, 2]}, minimize=True, trials=2, output="out")
+    # The refused function has not replaced the stored one.
+    assert lw.tune(scaled(2), {"x": [1, 2]}, minimize=True, trials=2, output="out").best.value == 2
+    subprocess.run([sys.executable, "-m", "loopwright", "resume", "out", "--quiet"], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("objective", [{}, {"minimize": "a", "maximize": "b"}])
@@ -221,8 +226,43 @@ def test_mistakes_in_a_call_are_named_by_what_the_caller_wrote(tmp_path):
     def square(x):
         return x * x
 
-    with pytest.raises(lw.ScenarioError, match="'shipped_function:square' takes no argument 'y'"):
+    with pytest.raises(lw.ScenarioError, match=r"^tune: space.y: 'square' takes no argument 'y'"):
         lw.tune(square, {"x": [1, 2], "y": [1, 2]}, minimize=True, trials=2, output=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"space": [1, 2]}, TypeError, "the space must be a dict"),
+        ({"space": {"x": None, "shift": 0}}, lw.ScenarioError, "^tune: space.x: cannot be None"),
+        ({"space": {"x": {1, 2}, "shift": 0}}, lw.ScenarioError, r"^tune: space.x: cannot be \{1, 2\}"),
+        ({"space": {"x": [1], "shift": 0}}, lw.ScenarioError, "^tune: space: there is nothing to search"),
+        ({"minimize": ["loss"]}, TypeError, r"not \['loss'\]"),
+        ({"trials": 0}, lw.ScenarioError, "^tune: trials: must be"),
+        ({"parallel": 0}, lw.ScenarioError, "^tune: parallel: must be"),
+        ({"agent": object}, TypeError, "agent must be a name"),
+        ({"agent": "tpee"}, lw.ScenarioError, "^tune: agent: unknown agent 'tpee'"),
+        ({"constraints": [len]}, lw.ScenarioError, "^tune: constraints: cannot be <built-in function len>"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments, error, words):
+    with pytest.raises(error, match=words):
+        lw.tune(parabola, **{"space": SPACE, "minimize": "loss", "trials": 2, "output": "out"} | arguments)
+
+
+def test_the_space_may_be_made_of_tuples_ranges_and_numpy():
+    space = {"x": np.linspace(0, 1, 3), "shift": range(2), "scale": (np.float64(1.0), np.int64(2))}
+
+    study = lw.tune(lambda x, shift, scale: scale * x + shift, space, minimize=True, trials=12, agent="grid")
+
+    assert {trial.outcome for trial in study.trials()} == {Outcome.OK}
+    assert (dict(study.best.params)["x"], study.best.value) == (0.0, 0.0)
+
+
+def test_one_constraint_needs_no_list():
+    study = lw.tune(parabola, SPACE, minimize="loss", trials=5, constraints="x > 100", output="out")
+
+    assert {trial.outcome for trial in study.trials()} == {Outcome.INFEASIBLE}
 
 
 def test_progress_is_a_bar_on_a_terminal(tmp_path):

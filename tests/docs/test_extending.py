@@ -16,7 +16,7 @@ from loopwright.rollouts.judgers.base import judgers
 from loopwright.rollouts.loops.base import loops
 from loopwright.rollouts.tasks.sources import task_sources
 from loopwright.scenario.load import load
-from loopwright.testing import AgentContract, JudgerContract, LoopContract
+from loopwright.testing import AgentContract, EngineContract, JudgerContract, LoopContract
 from loopwright.workloads.base import workloads
 
 TEXT = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -89,6 +89,12 @@ class TestAskTwice(LoopContract):
 class TestContains(JudgerContract):
     def make_config(self, directory, behaviour, **settings):
         return PAGE.ContainsConfig(word="4", **settings) if behaviour == "score" else None
+
+
+@pytest.mark.usefixtures("registered")
+class TestParrot(EngineContract):
+    def make_engine(self, scenario_dir, *, slow=False):
+        return PAGE.Parrot(PAGE.ParrotConfig(text="one, two, three, four", token_s=0.1 if slow else 0.0), scenario_dir)
 
 
 def test_every_group_of_entry_points_is_named():

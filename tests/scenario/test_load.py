@@ -1,5 +1,6 @@
 """Loading reports every problem before anything runs, with its key and the fix."""
 
+import numpy as np
 import pytest
 
 from loopwright.core.config import size_bytes
@@ -207,13 +208,41 @@ def test_a_name_that_is_not_text_is_a_problem(write, name):
         (b"name = 'x'\nrun = 5", "[[run]]: is missing"),
         (b"name = 'x'\nrun = []", "[[run]]: is missing"),
         (b"name = 'x'\nrun = [5]", "[[run]]: is missing"),
-        (b"name = 'x'\n[run]\nname = 'a'", "[[run]]: is missing"),
+        (b"name = 'x'\n[run]\nname = 'a'", "[run]: must be [[run]], with two brackets"),
+        (b"name = 'x'\nkey = fast", "(at line 2, column 7): key = fast. Text needs quotes."),
     ],
 )
 def test_a_file_that_is_not_a_scenario(tmp_path, content, words):
     path = tmp_path / "study.toml"
     path.write_bytes(content)
     assert any(words in line for line in problems(path))
+
+
+@pytest.mark.parametrize("value", ["[]", "[{}]", "3", "true", "'x'", "{}", "[[1]]", "{ type = 3 }", "{ type = ['a'] }"])
+@pytest.mark.parametrize("key", ["agent", "reward", "workload", "depends_on", "live", "rollout", "engine", "rewards"])
+def test_a_value_of_another_shape_is_a_problem_not_a_crash(tmp_path, key, value):
+    path = tmp_path / "study.toml"
+    path.write_text(f"name = 'x'\n[[run]]\nname = 'a'\n{key} = {value}\n[[run]]\nname = 'b'")
+    assert problems(path)
+
+
+def test_double_brackets_are_named(write):
+    path = write()
+    path.write_text(path.read_text().replace("[run.workload]", "[[run.workload]]").partition("[run.workload.args]")[0])
+    assert "[run.workload]: must be one table, not a list; double brackets, [[…]], make a list." in problems(path)
+
+
+def test_what_python_passes_is_checked_by_type():
+    with pytest.raises(TypeError, match="a scenario is the path of a TOML file, or a dict, not None"):
+        load(None)
+    with pytest.raises(TypeError, match="set is a dict such as"):
+        load({}, set=["system.parallel=4"])
+    with pytest.raises(ScenarioError, match=r"scenario: \[system\] parallel: cannot be None; use text, a number"):
+        load({"system": {"parallel": None}})
+
+
+def test_numbers_of_numpy_are_numbers(write):
+    assert load(write(), set={"system.parallel": np.int64(3)}).overrides == {"system.parallel": 3}
 
 
 def test_a_missing_file_or_a_directory_is_refused(tmp_path):

@@ -79,7 +79,7 @@ def test_problems_of_a_dict_are_named(write):
     raw = tomllib.loads(write().read_text())
     with pytest.raises(ScenarioError, match=r"scenario: \[\[run\]\] name: is missing"):
         load({**raw, "run": [{key: value for key, value in raw["run"][0].items() if key != "name"}]})
-    with pytest.raises(ScenarioError, match="TOML"):
+    with pytest.raises(ScenarioError, match=r"scenario: \[system\] memory: cannot be None"):
         load({**raw, "system": {"memory": None}})
 
 

@@ -66,7 +66,7 @@ class TestContract(WorkloadContract):
     [
         ("good", Outcome.OK, ""),
         ("later", Outcome.OK, ""),
-        ("empty", Outcome.METRIC_MISSING, "no finite value for y"),
+        ("empty", Outcome.METRIC_MISSING, "no finite value for y; it returned no metrics"),
         ("nothing", Outcome.CRASHED, "must return a dict"),
         ("text", Outcome.CRASHED, "'y' is 'fast'"),
         ("infinite", Outcome.METRIC_MISSING, "y (inf)"),

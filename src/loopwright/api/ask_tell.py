@@ -140,6 +140,8 @@ class AskTell:
             del self._pending[job.trial]
 
     async def _settle(self, trial: PendingTrial, result: Result) -> None:
+        if not isinstance(trial, PendingTrial):
+            raise AskTellError(f"pass the trial that `ask` returned, not {trial!r}")
         future = self._pending.get(trial.number)
         if future is None or future.done():
             raise AskTellError(f"trial {trial.number} is not pending: it was already told, or never asked for")

@@ -25,15 +25,15 @@ def check_same_study(loaded: LoadedScenario, output: Path) -> None:
     for new in loaded.raw["run"]:
         old = next((run for run in stored.get("run", ()) if run["name"] == new["name"]), None)
         if old is None:
-            raise LedgerError(f"{output} contains another study, without a run {new['name']!r}. {_ADVICE}")
+            raise LedgerError(f"{output} contains another study, without a run {new['name']!r}. {ADVICE}")
         for what, keys in _COMPARED.items():
             if _part(old, keys) != _part(new, keys):
-                raise LedgerError(f"{output} contains a study with another {what} for run {new['name']!r}. {_ADVICE}")
+                raise LedgerError(f"{output} contains a study with another {what} for run {new['name']!r}. {ADVICE}")
         if key_of(old.get("reward")) != key_of(new.get("reward")):
-            raise LedgerError(f"{output} contains a study with another objective for run {new['name']!r}. {_ADVICE}")
+            raise LedgerError(f"{output} contains a study with another objective for run {new['name']!r}. {ADVICE}")
 
 
-_ADVICE = "Its trials cannot be compared with new ones: use another output directory."
+ADVICE = "Its trials cannot be compared with new ones: use another output directory."
 
 
 def _part(run: Mapping[str, Any], keys: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
 """`rollout`: judged episodes from Python objects, without a scenario file."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from loopwright.rollouts.loops.base import AgentLoop
 
 
 def rollout(
-    tasks: Sequence[Task | Mapping[str, Any] | str],
+    tasks: Iterable[Task | Mapping[str, Any] | str],
     loop: "str | type[AgentLoop] | AgentLoop | Mapping[str, Any]" = "single_turn",
-    judger: "Callable[..., Any] | type[Judger] | Judger | Mapping[str, Any] | None" = None,
+    judger: "Callable[..., Any] | str | type[Judger] | Judger | Mapping[str, Any] | None" = None,
     *,
     engine: str | type[Engine] | Engine | EngineConfig | Mapping[str, Any],
     samples: int = 1,
@@ -33,13 +33,15 @@ def rollout(
         episodes = rollout(["What is 1 + 1?"], "single_turn", lambda answer: float("2" in answer), engine="smollm2")
 
     A task is a prompt, a row such as `{"prompt": "…", "label": "2"}`, or a Task. The loop is a name, an AgentLoop class
-    or object, or a table as in a scenario. The judger is a function of facts such as `answer` and `label`, a Judger
-    class or object, or a table; without one, every reward is the number of sampled tokens. The engine is a name such as
-    "tiny" or "smollm2", an Engine class or object (closed at the end), or a table.
+    or object, or a table as in a scenario. The judger is a function of facts such as `answer` and `label`, a name, a
+    Judger class or object, or a table; without one, every reward is the number of sampled tokens. The engine is a name
+    such as "tiny" or "smollm2", an Engine class or object (closed at the end), or a table.
 
     Episodes are recorded in `output`, by default a new directory under `out/`, like those of any run.
     """
-    if not tasks:
+    if not isinstance(tasks, Iterable) or isinstance(tasks, str | Mapping):
+        raise TypeError(f"tasks must be a list of tasks, not {tasks!r}")
+    if not (tasks := list(tasks)):
         raise ValueError("rollout needs at least one task")
     rows = [_row(task, str(index)) for index, task in enumerate(tasks)]
     loop_table = _table("loop", loop)
@@ -91,7 +93,7 @@ def _table(name: str, item: Any) -> dict[str, Any]:
 
 
 def _judger_table(judger: Any) -> dict[str, Any]:
-    if isinstance(judger, (Mapping, Judger)) or (isinstance(judger, type) and issubclass(judger, Judger)):
+    if isinstance(judger, (str, Mapping, Judger)) or (isinstance(judger, type) and issubclass(judger, Judger)):
         return _table("judger", judger)
     name = re.sub(r"\W+", "_", getattr(judger, "__name__", "")).strip("_") or "judger"
     return {"type": "python", "function": register(name, judger), "name": name}

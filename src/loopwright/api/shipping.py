@@ -11,9 +11,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from loopwright.core.errors import storage
+from loopwright.api.resume import ADVICE
+from loopwright.core.errors import LedgerError, storage
 
-_MODULE = "shipped_function"
+MODULE = "shipped_function"
+"""The module through which workers import a pickled function."""
 _LOADER = '''"""Written by loopwright.tune: the tuned function, pickled by value. Version {digest}."""
 
 from pathlib import Path
@@ -42,7 +44,7 @@ def write_pickle(function: Callable[..., Any], directory: Path) -> str | None:
     """Pickle a function by value into a directory, with a module that loads it; None if it cannot be pickled.
 
     Returns `module:name`. The module changes only when the function's code or the values it captures change, so that
-    the fingerprint of a study does too.
+    the fingerprint of a study does too. If the directory belongs to a study of another function, LedgerError.
     """
     import cloudpickle
 
@@ -52,11 +54,17 @@ def write_pickle(function: Callable[..., Any], directory: Path) -> str | None:
         return None
     own_name = getattr(function, "__name__", "")
     name = own_name if own_name.isidentifier() and not iskeyword(own_name) else "function"
-    with storage(directory):
+    module, text = directory / f"{MODULE}.py", _LOADER.format(name=name, digest=code_digest(function))
+    with storage(directory, then="nothing was started"):
         directory.mkdir(parents=True, exist_ok=True)
+        if (directory.parent / "campaign.json").exists() and module.exists() and module.read_text() != text:
+            raise LedgerError(
+                f"{directory.parent} contains a study of another function: its name, code or captured values "
+                f"have changed since. {ADVICE}"
+            )
         (directory / "function.pkl").write_bytes(data)
-        (directory / f"{_MODULE}.py").write_text(_LOADER.format(name=name, digest=code_digest(function)))
-    return f"{_MODULE}:{name}"
+        module.write_text(text)
+    return f"{MODULE}:{name}"
 
 
 def search_path() -> list[str]:

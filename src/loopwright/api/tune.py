@@ -13,8 +13,9 @@ from typing import Any
 
 from loopwright.api.objects import register
 from loopwright.api.resume import check_same_study
-from loopwright.api.shipping import code_digest, import_path, search_path, write_pickle
+from loopwright.api.shipping import MODULE, code_digest, import_path, search_path, write_pickle
 from loopwright.api.study import Study
+from loopwright.core.errors import Problem, ScenarioError
 from loopwright.envs.live.server import GymServer
 from loopwright.reports.export import replacing
 from loopwright.reports.progress import show_progress
@@ -52,7 +53,7 @@ def tune(
     seed: int = 0,
     repeats: int = 1,
     timeout_s: float | None = None,
-    constraints: Sequence[str] = (),
+    constraints: str | Sequence[str] = (),
     noise: Mapping[str, Sequence[Any]] | None = None,
     confirm: bool | Mapping[str, Any] | None = None,
     stop: str | Mapping[str, Any] | None = None,
@@ -80,17 +81,16 @@ def tune(
 
     Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
     """
-    if not callable(function):
-        raise TypeError(f"tune needs a function, not {function!r}")
+    _check_types(function, space, agent)
     name = re.sub(r"\W+", "-", getattr(function, "__name__", "function")).strip("-") or "function"
     directory = Path(output) if output is not None else _new_directory(name)
     metric, reward = _objective(minimize, maximize)
     workload = _workload(function, name, directory, timeout_s, in_process=in_process)
-    workload |= {"metrics": [metric], "args": dict(space), "constraints": list(constraints)}
-    agent_table = {"type": agent} if isinstance(agent, str) else dict(agent)
+    rules = [constraints] if isinstance(constraints, str) else list(constraints)
+    workload |= {"metrics": [metric], "args": dict(space), "constraints": rules}
     run_table: dict[str, Any] = {
         "name": name,
-        "agent": {"trials": trials, "seed": seed, **agent_table},
+        "agent": {"trials": trials, "seed": seed, **({"type": agent} if isinstance(agent, str) else agent)},
         "reward": reward,
         "repeats": repeats,
         "workload": workload,
@@ -102,7 +102,7 @@ def tune(
     if stop is not None:
         rule = {"rule": stop} if isinstance(stop, str) else dict(stop)
         run_table["stop"] = {"metric": metric, "mode": "min" if minimize else "max", **rule}
-    loaded = load({"name": name, "system": {"type": "local", "parallel": parallel}, "run": [run_table]})
+    loaded = _load({"name": name, "system": {"type": "local", "parallel": parallel}, "run": [run_table]})
     resume = (directory / "campaign.json").exists()
     if resume:
         check_same_study(loaded, directory)
@@ -135,6 +135,30 @@ def run(
     return Study.read(directory, loaded.scenario.run[0].name, code=code)
 
 
+def _check_types(function: Any, space: Any, agent: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"tune needs a function, not {function!r}")
+    if not isinstance(space, Mapping):
+        raise TypeError(f'the space must be a dict such as {{"lr": loopwright.log(1e-5, 1e-1)}}, not {space!r}')
+    if not isinstance(agent, str | Mapping):
+        raise TypeError(
+            f'agent must be a name such as "tpe" or a table such as {{"type": "module:Class"}}, not {agent!r}'
+        )
+
+
+def _load(scenario: Mapping[str, Any]) -> LoadedScenario:
+    """Load the scenario of a call; problems name the arguments of `tune` instead of the scenario's keys."""
+    problems = []
+    try:
+        return load(scenario)
+    except ScenarioError as error:
+        for problem in error.problems:
+            key = problem.key.rpartition("] ")[2].replace("args", "space", 1)
+            message = problem.message.replace(f"{MODULE}:", "")
+            problems.append(Problem("agent" if key in ("type", "[run.agent]") else key, message))
+    raise ScenarioError("tune", problems)
+
+
 def _objective(minimize: str | bool | None, maximize: str | bool | None) -> tuple[str, dict[str, Any]]:
     """The metric that is optimised, and the reward table for it."""
     if bool(minimize) == bool(maximize):
@@ -142,6 +166,8 @@ def _objective(minimize: str | bool | None, maximize: str | bool | None) -> tupl
             'pass either minimize or maximize: the name of a metric, such as "loss", or True for one number'
         )
     choice = minimize or maximize
+    if not isinstance(choice, str | bool):
+        raise TypeError(f'minimize and maximize take the name of one metric, such as "loss", or True, not {choice!r}')
     metric = choice if isinstance(choice, str) else "value"
     return metric, {"type": "negative" if minimize else "identity", "metrics": [metric]}
 

@@ -48,6 +48,9 @@ class Checker:
 
     def registered(self, table: str, raw: Any, registry: Registry[Any]) -> Any:
         """The class that the table's `type` names."""
+        if isinstance(raw, list):
+            self.add(table, "must be one table, not a list; double brackets, [[…]], make a list.")
+            return None
         if not isinstance(raw, dict) or "type" not in raw:
             self.add(f"{table} type", f"is missing. {did_you_mean('', registry.names())}")
             return None

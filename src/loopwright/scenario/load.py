@@ -1,8 +1,10 @@
 """Loading a scenario: every check that can be made before anything runs, and every problem at once."""
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +38,25 @@ def load(
     `set` overrides keys: `{"system.parallel": 4, "run.agent.trials": 100}`; see `loopwright.scenario.overrides`.
     With `has_server`, a live run need not name its environment: the caller passes it to `dispatch` or `make`.
     """
+    if not isinstance(source, str | os.PathLike | Mapping):
+        raise TypeError(f"a scenario is the path of a TOML file, or a dict, not {source!r}")
+    if not isinstance(set, Mapping | None):
+        raise TypeError(f'set is a dict such as {{"system.parallel": 4}}, not {set!r}')
+    problems: list[Problem] = []
+    overrides = _plain(set or {}, ("set",), [])  # None is a value there, JSON's null
     if isinstance(source, Mapping):
-        raw, path, start = dict(source), None, Path.cwd()
-        try:
-            text = tomli_w.dumps(source)
-        except TypeError as error:
-            raise ScenarioError("scenario", [Problem("", f"{error}. Use the values that TOML has.")]) from error
+        raw, path, start = _plain(source, (), problems), None, Path.cwd()
+        if problems:
+            raise ScenarioError("scenario", problems)
+        text = tomli_w.dumps(raw)
     else:
         path = Path(source).absolute()
         text, raw = _read_file(Path(source))
         start = path.parent
-    problems = []
     try:
-        raw = override(raw, set or {}, os.environ)
+        raw = override(raw, overrides, os.environ)
     except ValueError as error:
-        problems = [Problem("", f"{error}.")]
+        problems.append(Problem("", f"{error}."))
     directory = Path(directory).absolute() if directory is not None else start / str(raw.get("home", ""))
     look_for_types(raw, directory)
     checker = Checker(directory, problems)
@@ -60,7 +66,25 @@ def load(
         raise ScenarioError("scenario" if path is None else str(source), checker.problems)
     scenario = Scenario.model_construct(name=name, home=str(directory), system=system, run=runs)
     label = "scenario from Python" if path is None else str(path)
-    return LoadedScenario(scenario, runs, raw, text, path, directory, dict(set or {}), label)
+    return LoadedScenario(scenario, runs, raw, text, path, directory, overrides, label)
+
+
+def _plain(value: Any, keys: tuple[str, ...], problems: list[Problem]) -> Any:
+    """A value from Python as TOML has it: tuples, ranges and numpy's arrays are lists, numpy's numbers are numbers."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, (*keys, str(key)), problems) for key, item in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [_plain(item, keys, problems) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not isinstance(value, str | int | float | date | time):
+        *tables, name = keys
+        table = "[[run]]" if tables == ["run"] else f"[{'.'.join(tables[:2])}]" if tables else ""
+        key = f"{table} {'.'.join((*tables[2:], name))}".strip()
+        problems.append(Problem(key, f"cannot be {value!r:.80}; use text, a number, a list or a dict."))
+    return value
 
 
 def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
@@ -76,7 +100,10 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}. Check its permissions."
     except tomllib.TOMLDecodeError as error:
-        problem = f"is not valid TOML: {error}."
+        place = re.search(r"at line (\d+)", str(error))
+        line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
+        advice = " Text needs quotes." if str(error).startswith("Invalid value") else ""
+        problem = f"is not valid TOML: {error}{line and f': {line}'}.{advice}"
     raise ScenarioError(path, [Problem("", problem)])
 
 
@@ -97,6 +124,9 @@ def _read_scenario(raw: Mapping[str, Any], checker: Checker) -> tuple[str, Syste
     if not checker.directory.is_dir():
         checker.add("home", f"there is no directory {checker.directory}.")
     tables = raw.get("run")
+    if isinstance(tables, dict):
+        checker.add("[run]", "must be [[run]], with two brackets: a scenario has a list of runs.")
+        return name, system, ()
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         checker.add("[[run]]", "is missing; a scenario has at least one [[run]].")
         return name, system, ()

@@ -28,6 +28,8 @@ def check_dependencies(tables: Sequence[Mapping[str, Any]], checker: Checker) ->
     for name, table in runs.items():
         checker.suffix = f" (run {name!r})"
         others = table.get("depends_on", {})
+        if not isinstance(others, dict | list) or not all(isinstance(other, str) for other in others):
+            others = {}  # reported as a bad value of its key
         graph[name] = others if isinstance(others, dict) else dict.fromkeys(filter(runs.get, others), "after_ok")
         if others and "agent" in table:
             checker.add("[[run]] depends_on", "a run with an agent cannot depend on others; remove it.")
@@ -41,7 +43,8 @@ def check_dependencies(tables: Sequence[Mapping[str, Any]], checker: Checker) ->
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         checker.add("[[run]] depends_on", f"these runs wait for one another: {' → '.join(reversed(error.args[1]))}.")
-    using = [name for name, table in runs.items() if dict(table.get("workload", {})).get("gpus")]
+    workloads = {name: table.get("workload") for name, table in runs.items()}
+    using = [name for name, workload in workloads.items() if isinstance(workload, dict) and workload.get("gpus")]
     is_concurrent = any("after_start" in others.values() for others in graph.values())
     if checker.system.type == "local" and len(using) > 1 and is_concurrent:
         text = f"with after_start only one run can use GPUs of this machine, not {', '.join(using)}. Split the file."

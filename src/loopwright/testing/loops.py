@@ -137,7 +137,8 @@ class LoopContract(ABC):
 
         async def body(worker: LoopWorker, engine: RecordingEngine) -> None:
             episode = await worker.handle(self.request())
-            assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
+            result = (episode.outcome, episode.fault)
+            assert result == (Outcome.TRUNCATED, Fault.POLICY), 'the last turn\'s `finish` is "length"'
             assert episode.sampled <= 1
             check_recorded(episode, engine)
 

@@ -89,7 +89,7 @@ class InProcessWorkload(Workload):
                 value = await value
         except TrialStopped:
             stopped = True
-        except Exception as error:  # noqa: BLE001  Whatever the user's function raises is this trial's result.
+        except (Exception, SystemExit) as error:  # noqa: BLE001  Whatever the function raises is this trial's result.
             return Result(Outcome.CRASHED, reason=f"{type(error).__name__}: {error}"[:300])
         return Result(Outcome.STOPPED) if stopped else result_of(value)
 

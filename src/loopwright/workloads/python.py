@@ -110,9 +110,11 @@ class PythonWorkload(Workload):
             return Result(Outcome.CRASHED, reason=call.error.strip().splitlines()[-1][:300], usage=usage)
         metrics = dict(call.value or {})
         missing = [name for name in self.config.metrics if name not in metrics]
-        missing += [f"{n} ({v})" for n, v in metrics.items() if v != v or v in (float("inf"), float("-inf"))]
-        if missing:
-            reason = f"the function returned no finite value for {', '.join(missing)}"
+        bad = missing + [f"{n} ({v})" for n, v in metrics.items() if v != v or v in (float("inf"), float("-inf"))]
+        if bad:
+            names = "one number" if metrics.keys() == {"value"} else ", ".join(metrics) or "no metrics"
+            reason = f"the function returned no finite value for {', '.join(bad)}"
+            reason += f"; it returned {names}" if missing else ""
             return Result(Outcome.METRIC_MISSING, reason=reason, usage=usage)
         return Result(Outcome.OK, metrics, usage=usage)
 

@@ -262,7 +262,7 @@ def metrics_of(value: object) -> Frame:
 
 
 def _value_error(reason: str) -> Frame:
-    return {"error": f"The callable must return a dict of metric names and numbers, but {reason}.\n"}
+    return {"error": f"The function must return a dict of metric names and numbers, or one number, but {reason}.\n"}
 
 
 def _number(value: Any) -> int | float | None:
