@@ -1,4 +1,4 @@
-"""`loopwright check`: whether the ledgers of an output directory are what was written to them."""
+"""`loopwright check`: whether the ledgers of an output directory are intact."""
 
 from contextlib import ExitStack
 from datetime import UTC, datetime

@@ -63,7 +63,7 @@ def serve(
             "-p",
             metavar="PORT",
             envvar="REMOTE_GATEWAY_PORT",
-            help="The port to listen at; 0 for any free one.",
+            help="The port to listen on; 0 for any free one.",
         ),
     ] = 8400,
     host: Annotated[
@@ -147,7 +147,7 @@ def worker(
         typer.Option("--set", metavar="NAME=VALUE", help="engine.NAME=VALUE for the engine; VALUE is JSON or text."),
     ] = None,
 ) -> None:
-    """Serve an engine at a gateway that runs with --relay, until Ctrl-C; twice stops it at once."""
+    """Serve an engine at a gateway that runs with --relay, until Ctrl-C; a second one stops it at once."""
     if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
         raise typer.BadParameter(f"{connect!r} is not a URL like ws://gateway:8400/ws/worker.", param_hint="--connect")
     token = token_from(token_file)

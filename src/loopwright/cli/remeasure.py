@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Measure the recommendation of a finished search again; with several objectives, each point of the front.
 
-    The new trials are numbered rows of phase "confirm", and reports and best.toml are made again. The agent's budget
+    The new trials are numbered rows of phase "confirm", and reports and best.toml are rebuilt. The agent's budget
     (`trials`) does not count them.
     """
     paths = search_ledgers(output) if run is None else {run: search_ledger(output, run)}

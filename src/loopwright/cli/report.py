@@ -8,7 +8,7 @@ from loopwright.scenario.dispatch import write_all
 
 
 def command(output: OutputArgument) -> None:
-    """Make report.html, the CSV files and best.toml again from the ledgers. Works while a run is in progress."""
+    """Rebuild report.html, the CSV files and best.toml from the ledgers. Works while a run is in progress."""
     run_ledgers(output)  # an error if there are none
     page = output / "report.html"
     before_ns = page.stat().st_mtime_ns if page.exists() else 0

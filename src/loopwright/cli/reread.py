@@ -33,7 +33,7 @@ def command(
     ] = None,
     overrides: Overrides = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Make them the results of the trials, and the reports again.")
+        bool, typer.Option("--write", help="Store them as the results of the trials, and rebuild the reports.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON object per trial, then the summary.")] = False,
 ) -> None:
@@ -99,7 +99,7 @@ def _reread(ledger: Ledger, config: Any, *, write: bool, json: bool) -> int:
     show(f"{config.name}: {parts}")
     if best is not None:
         show(f"best single trial now: {best[1].number}   with  {pairs(best[1].action)}", indent=2)
-    hint = "stored; reports are made again with them" if write else "nothing was written; --write stores the metrics"
+    hint = "stored, and the reports rebuilt" if write else "nothing was written; --write stores the metrics"
     show(hint, indent=2)
     return readable
 

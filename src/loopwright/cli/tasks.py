@@ -39,7 +39,7 @@ def scan(
     ] = None,
     split: Annotated[
         str | None,
-        typer.Option("--split", metavar="NAME", help="`train`, `validation`; by default as the directory's name says."),
+        typer.Option("--split", metavar="NAME", help="`train` or `validation`; by default from the directory's name."),
     ] = None,
     check: Annotated[
         bool,
@@ -54,7 +54,7 @@ def scan(
         int, typer.Option("--jobs", "-j", metavar="N", min=1, help="For --check: how many tasks at a time.")
     ] = 4,
 ) -> None:
-    """List the tasks, and everything that is wrong with them. Exit code 2 if something is."""
+    """List the tasks and everything that is wrong with them; exits with 2 if anything is."""
     if output is not None and output.suffix not in _SUFFIXES:
         raise typer.BadParameter(f"{output}: a dataset ends in {' or '.join(_SUFFIXES)}.", param_hint="--output")
     entries = list(scan_directory(directory))
