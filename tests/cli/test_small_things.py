@@ -133,3 +133,17 @@ def test_rewards_compare_by_value():
 def test_a_mistyped_verb_is_corrected(loopwright):
     done = loopwright("resmue", "out")
     assert (done.returncode, "Did you mean 'resume'" in done.stderr) == (2, True)
+
+
+def test_a_verb_that_needs_an_extra_names_it():
+    code = """
+import sys
+sys.modules["gymnasium"] = None
+sys.argv = ["loopwright", "act", "--help"]
+from loopwright.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    message = "error: `loopwright act` needs an extra that is not installed. Run: pip install 'loopwright[rl]'\n"
+    assert done.stderr == message

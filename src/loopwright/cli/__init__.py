@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from importlib import import_module
 from importlib.metadata import version as installed_version
 from typing import Any
 
@@ -11,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from loopwright.core.errors import LoopwrightError, ScenarioError, printable
+from loopwright.core.imports import import_with_extra
 
 VERBS = {
     "run": ("run", "Run a scenario and print the result."),
@@ -58,7 +58,7 @@ class _Verbs(TyperGroup):
     def get_command(self, _: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        module = import_module(f"loopwright.cli.{VERBS[cmd_name][0]}")
+        module = import_with_extra(f"loopwright.cli.{VERBS[cmd_name][0]}", f"`loopwright {cmd_name}`")
         verb = typer.Typer(**_STYLE)
         if hasattr(module, "app"):  # a verb with subcommands
             verb.add_typer(module.app, name=cmd_name)

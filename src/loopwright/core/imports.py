@@ -73,6 +73,16 @@ def lazy_module(name: str) -> ModuleType:
     return module
 
 
+def import_with_extra(module: str, what: str) -> ModuleType:
+    """Import a module of this package. If a package that it needs is missing, MissingExtra names `what` and the fix."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        raise MissingExtra(what, _EXTRAS[error.name]) from error
+
+
 def lazy_exports(package: str) -> Callable[[str], Any]:
     """The `__getattr__` of a package that imports each public name from its module when it is first used.
 
@@ -95,11 +105,6 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
         # Python asks for names such as `__path__`, which no module exports.
         if name.startswith("__") or name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        try:
-            return getattr(import_module(modules()[name]), name)
-        except ModuleNotFoundError as error:
-            if error.name not in _EXTRAS:
-                raise
-            raise MissingExtra(name, _EXTRAS[error.name]) from error
+        return getattr(import_with_extra(modules()[name], name), name)
 
     return load
