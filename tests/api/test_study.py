@@ -232,3 +232,14 @@ def test_without_a_success_there_is_no_best():
 def test_a_directory_without_a_study_is_named():
     with pytest.raises(LedgerError, match="contains no study"):
         lw.Study.read(".")
+
+
+def test_a_notebook_shows_the_trials_as_a_table():
+    with lw.Study.open(scenario(24, agent="random"), "out") as study:
+        study.fail(study.ask(), "<broken>")
+        drain(study)
+
+    page = study.trials()._repr_html_()
+    assert page.startswith("<table><tr><td>trial</td><td>tile</td><td>unroll</td><td>seconds</td><td>outcome</td></tr>")
+    assert (page.count("<tr>"), page.endswith("</table><br>4 more")) == (21, True)
+    assert "<td></td><td>crashed</td>" in page

@@ -24,6 +24,9 @@ from loopwright.reports.page import write_report
 from loopwright.selection.recommendation import Candidate, recommend
 from loopwright.selection.trials import stored_trials
 
+_ROWS_SHOWN = 20
+"""How many trials a notebook shows; a data frame has all."""
+
 
 class NoResult(LoopwrightError, LookupError):
     """A study has no best configuration yet, because no trial succeeded."""
@@ -73,7 +76,18 @@ class Trials(Sequence[Trial]):
         return len(self._trials)
 
     def __repr__(self) -> str:
-        return f"<{len(self)} trials>"
+        return f"<{len(self)} trial{'s' if len(self) != 1 else ''}>"
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for trial in self for name in (*trial.action, *trial.metrics)))
+        rows = [["trial", *names, "outcome"]]
+        for trial in self._trials[:_ROWS_SHOWN]:
+            values = {**trial.action, **trial.metrics}
+            cells = [f"{value:.6g}" if isinstance(value := values.get(name, ""), float) else value for name in names]
+            rows.append([trial.number, *cells, trial.outcome or "running"])
+        lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+        more = f"<br>{len(self) - _ROWS_SHOWN} more" if len(self) > _ROWS_SHOWN else ""
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>{more}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat row per trial: number, outcome, reward, and a column per parameter and metric."""
