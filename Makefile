@@ -166,7 +166,7 @@ site: .venvs/site/.ready  ## docs/ as a searchable site in site/, with every lin
 	NO_MKDOCS_2_WARNING=1 .venvs/site/bin/mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser."
 
-wheel: setup  ## build the wheel, install it into an empty environment and run the quickstart with it
+wheel: $(VENV)/.compiler  ## build the wheel, install it into an empty environment and run the quickstart with it
 	rm -rf dist .venvs/wheel
 	$(BIN)/pip install -qq --constraint constraints.txt build
 	$(BIN)/python -m build --quiet
