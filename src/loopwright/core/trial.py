@@ -104,9 +104,9 @@ class Feedback:
     done: bool
     group: int
     stopped_at: tuple[int, float] | None = None
-    """The last step of a `stopped` trial and its metric there, negated if less is better."""
+    """The last step of a `stopped` trial and its metric there, negated if lower is better."""
     phase: Phase = ""
-    """Agents learn from trials without a phase only."""
+    """Agents learn only from trials without a phase."""
     terminated: bool = True
     """Whether the trial was the last one of its episode."""
 

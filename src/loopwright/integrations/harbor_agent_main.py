@@ -25,7 +25,7 @@ from harbor_env import LocalEnvironment  # type: ignore[import-not-found]
 
 _MODEL = "openai/policy"
 _OWN_DEFAULTS = {"record_terminal_session": False}
-"""Recordings need a program that is seldom installed, and the gateway records the conversation anyway."""
+"""Recordings need a program that is rarely installed, and the gateway records the conversation anyway."""
 
 
 class CurrentEnvironment(LocalEnvironment):  # type: ignore[misc]

@@ -118,7 +118,7 @@ def check_server_class(path: str, directory: Path) -> str | None:
         return str(error)
     if not callable(target):
         return f"{path!r} is of type {type(target).__name__}. Name a class, or a function that returns a server."
-    # Only a class shows its methods before it is called; spaces are mostly set by its constructor.
+    # Only a class shows its methods before it is called; its constructor usually sets the spaces.
     missing = [name for name in _METHODS if isinstance(target, type) and not callable(getattr(target, name, None))]
     if missing:
         return f"{path!r} is not a GymServer: it has no method {', '.join(missing)}. A gymnasium.Env has them all."

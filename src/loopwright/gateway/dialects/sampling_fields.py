@@ -68,7 +68,7 @@ def sampling(
 
 @lru_cache(maxsize=256)
 def _override(defaults: Sampling, values: tuple[tuple[str, Any], ...]) -> Sampling:
-    """Cached, because the requests of an agent mostly set the same values, and validation is slow."""
+    """Cached, because the requests of an agent usually set the same values, and validation is slow."""
     return Sampling.model_validate({**defaults.model_dump(), **dict(values), "stop": ()})
 
 

@@ -4,7 +4,7 @@ A Jinja template renders whole conversations, and an agent's turn must not cost 
 follows a turn does not depend on the middle of the conversation, so a window is rendered: the messages up to the first
 of the user, the turn with a few messages before it, and what follows it. Each rendering has to start as the first one
 did: a template that changes what it wrote before is rendered from the start, which makes a separate branch. The window
-of a turn mostly starts with the window of the turn before it, so that one rendering is enough.
+of a turn usually starts with that of the previous turn, so that one rendering is enough.
 """
 
 import json

@@ -81,16 +81,16 @@ class ServedSession:
         self.restored = False
         """Whether the gateway was restarted while it was open."""
         self._calls: OrderedDict[bytes, SessionCall] = OrderedDict()
-        # Random once per process and session: to ask the kernel for every call costs too much.
+        # Random once per process and session: asking the kernel for every call costs too much.
         self._call_prefix, self._call_numbers = secrets.token_hex(8), count(1)
         self._running: set[SessionCall] = set()
         self.unsaved: set[SessionCall] = set()
-        """Calls of which the store may lack something."""
+        """Calls that may not be stored completely yet."""
         self.history = SessionHistory(self)
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling, Mapping[str, str]]
         self._pinned = None, (), config.defaults, {}
         self.latest_intent: tuple[Sampling | None, TurnOptions | None, str, str] = None, None, "", ""
-        """The sampling and the options of the latest turn, and both as JSON: mostly those of the next one, too."""
+        """The sampling and the options of the latest turn, and both as JSON: usually those of the next one, too."""
         self.dialects: dict[str, Dialect] = {}
         """The dialects that its agent uses, by path."""
         self._saved_nodes, self._saved_status = 1, ""
@@ -119,7 +119,7 @@ class ServedSession:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def call(self, dialect: str, request: TurnRequest, digest: bytes, *, is_retry: bool) -> SessionCall:
-        """The call for a request; an SDK's retry, and a repetition of what a restart lost, get the former call."""
+        """The call for a request; an SDK's retry, and a repetition of what a restart lost, get the original call."""
         call = self._calls.get(digest)
         if call is not None and not is_retry:
             is_lost = call.idle and any(self.session.verdicts.get(draft.node) == _LOST for draft in call.drafts)
@@ -134,7 +134,7 @@ class ServedSession:
         self._used_at = now
         if call is not None:
             return call
-        requested, stop, sampling, overridden = self._pinned  # mostly the same as in the call before
+        requested, stop, sampling, overridden = self._pinned  # usually the same as in the previous call
         if request.sampling is not requested or request.stop != stop:
             sampling = self.config.pin(request.sampling, request.stop)
             overridden = dict.fromkeys(self.config.overridden(request.sampling), "pinned by the session")
@@ -232,7 +232,7 @@ class ServedSession:
             return
         graph, since = self.session.graph, self._saved_nodes
         self._saved_nodes = len(graph.nodes)
-        # Running calls save themselves; mostly there are no others.
+        # Running calls save themselves; usually there are no others.
         others = set() if self.unsaved <= self._running else self.unsaved - self._running
         rows = [
             node_statement(self.id, number, graph.nodes[number], graph.keys.get(number))

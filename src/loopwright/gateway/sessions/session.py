@@ -143,7 +143,7 @@ class Session:
             name = "chat_template_kwargs"
             raise BadRequest(f"{name}: this model's prompts are not rendered with a Jinja template; leave it out", name)
         if not tools and options.parse_tool_calls:  # there is nothing to call
-            if self._without_calls[0] is not options:  # mostly the same as in the turn before
+            if self._without_calls[0] is not options:  # usually the same as in the previous turn
                 self._without_calls = options, replace(options, parse_tool_calls=False)
             options = self._without_calls[1]
         count = len(self.graph.nodes)
@@ -159,7 +159,7 @@ class Session:
         node, verdict = len(self.graph.nodes), place.verdict
         seed = seed or f"{self._seed}:{node}"
         draft = Draft(node, place.node, prompt, len(prompt), place.opening, sampling, seed, verdict, place.options)
-        if self._reshapes[0] is not sampling:  # mostly that of the turn before
+        if self._reshapes[0] is not sampling:  # usually that of the previous turn
             self._reshapes = sampling, sampling.reshapes
         draft.first_node, draft.reshapes = count, self._reshapes[1]
         self.graph.add(draft.as_node(_EMPTY, "cut"))  # reserves its number while other calls run

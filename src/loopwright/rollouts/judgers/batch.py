@@ -18,7 +18,7 @@ class _Batch:
         self.task: asyncio.Task[None] | None = None
 
     def remove(self, waiter: _Waiter) -> None:
-        """Drop a caller that was cancelled; without any caller left the batch is cancelled."""
+        """Drop a caller that was cancelled; when none is left, the batch is cancelled."""
         self.payloads.pop(waiter, None)
         if not self.payloads and self.task is not None:
             self.task.cancel()

@@ -20,7 +20,7 @@ _TICK_S = 0.5
 
 
 class StepInterrupted(BaseException):
-    """Raised in code that does not end or ignores its cancellation. No Exception, so that it is seldom swallowed."""
+    """Raised in code that does not end or ignores its cancellation. Not an Exception, so it is rarely swallowed."""
 
 
 class WatchedCall:
