@@ -1,5 +1,7 @@
 """`loopwright.rollout`: judged episodes from Python objects."""
 
+import re
+
 import pytest
 
 import loopwright as lw
@@ -53,6 +55,19 @@ def test_tasks_are_a_list_or_a_generator_but_not_one_task():
     assert len(lw.rollout((prompt for prompt in ("a", "b")), engine="scripted")) == 2
     with pytest.raises(TypeError, match="tasks must be a list of tasks, not 'hello'"):
         lw.rollout("hello", engine="scripted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tasks": [1]}, 'a task is a prompt, a row such as {"prompt": "…"}, or a Task, not 1'),
+        ({"loop": len}, "the loop must be a name, a class, an object of one, or a table"),
+        ({"engine": None}, "the engine must be a name, a class, an object of one, or a table"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(arguments, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        lw.rollout(**{"tasks": ["a"], "engine": "scripted"} | arguments)
 
 
 def test_an_engine_object_and_sampling_are_used():

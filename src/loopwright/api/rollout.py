@@ -73,6 +73,8 @@ def rollout(
 def _row(task: Task | Mapping[str, Any] | str, id: str) -> dict[str, Any]:
     if isinstance(task, str):
         task = {"prompt": task}
+    if not isinstance(task, Task | Mapping):
+        raise TypeError(f'a task is a prompt, a row such as {{"prompt": "…"}}, or a Task, not {task!r}')
     row = {**task.extra, **task.as_json()} if isinstance(task, Task) else dict(task)
     row.pop("extra", None)
     return {"id": id, **row}
@@ -86,6 +88,10 @@ def _table(name: str, item: Any) -> dict[str, Any]:
         return {"type": item}
     if isinstance(item, type):
         return {"type": register(name, item)}
+    if not hasattr(item, "config"):
+        raise TypeError(
+            f"the {name} must be a name, a class, an object of one, or a table as in a scenario, not {item!r}"
+        )
     config = item.config.model_dump(mode="json", exclude_unset=True)
     # Registries hold classes: this one is always the object itself.
     constant = type(type(item).__name__, (type(item),), {"__new__": lambda *_, **__: item})

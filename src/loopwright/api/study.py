@@ -80,7 +80,7 @@ class Trials(Sequence[Trial]):
 
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for trial in self for name in (*trial.action, *trial.metrics)))
-        rows = [["trial", *names, "outcome"]]
+        rows: list[list[Any]] = [["trial", *names, "outcome"]]
         for trial in self._trials[:_ROWS_SHOWN]:
             values = {**trial.action, **trial.metrics}
             cells = [f"{value:.6g}" if isinstance(value := values.get(name, ""), float) else value for name in names]
