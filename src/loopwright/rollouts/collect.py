@@ -43,6 +43,8 @@ class Collect(Agent):
 
     def run(self) -> int:
         """Collect rollouts; returns 1 if no group could be used, or if a pool is down."""
+        if self.env.tasks.held_out():
+            log.warning("[run.eval] has no effect here: agent 'collect' evaluates nothing. Trainers use it.")
         try:
             counts = run(self._collect())
         except (PoolDown, ClusterError, ProductionFailed) as error:
