@@ -51,8 +51,9 @@ class TestTiny(EngineContract):
         return gaps(engine.model, prompt, ids)
 
 
+@pytest.mark.timeout(900)
 class TestSmolLM2(EngineContract):
-    pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # needs a package of 93 MB: `make test-engines`
+    pytestmark = pytest.mark.slow  # needs a package of 93 MB: `make test-engines`
     deadline_s = 600.0  # as for real servers: a busy machine generates some tokens per second
 
     def make_engine(self, directory, *, slow=False):
