@@ -243,3 +243,27 @@ def test_a_notebook_shows_the_trials_as_a_table():
     assert page.startswith("<table><tr><td>trial</td><td>tile</td><td>unroll</td><td>seconds</td><td>outcome</td></tr>")
     assert (page.count("<tr>"), page.endswith("</table><br>4 more")) == (21, True)
     assert "<td></td><td>crashed</td>" in page
+
+
+def test_a_result_shows_all_objectives_with_their_evidence(tmp_path):
+    """Given a front, each member has every objective in its own unit, with its interval."""
+
+    run = {
+        "name": "front",
+        "agent": {"type": "grid"},
+        "repeats": 2,
+        "cache": "off",
+        "reward": [{"type": "identity", "metrics": ["ratio"]}, {"type": "negative", "metrics": ["seconds"]}],
+        "workload": {
+            "type": "command",
+            "command": "sh -c 'echo ratio=$0 seconds=$0' {level}",
+            "read": [{"names": ["ratio", "seconds"], "regex": "ratio=(.) seconds=(.)"}],
+            "args": {"level": [1, 2]},
+        },
+    }
+    study = lw.run({"name": "front", "run": [run]}, tmp_path / "out", progress=False)
+
+    assert str(study.best) == "ratio = 2 (2 to 2, 2 measurements), seconds = 2 (2 to 2, 2 measurements) with level=2"
+    assert [best.values for best in study.front] == [{"ratio": 2.0, "seconds": 2.0}, {"ratio": 1.0, "seconds": 1.0}]
+    assert study.front[1].intervals == {"ratio": (1.0, 1.0), "seconds": (1.0, 1.0)}
+    assert "seconds = 2 (2 to 2, 2 measurements)" in study._repr_html_()

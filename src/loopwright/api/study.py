@@ -7,7 +7,7 @@ study.trials().to_pandas()
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -48,6 +48,10 @@ class BestResult:
     """The numbers of the trials that measured it."""
     confirmed: bool = False
     """Whether the numbers come from fresh measurements after the search, not from those that chose it."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Each objective by its name, as `value` is the first of them."""
+    intervals: Mapping[str, tuple[float, float] | None] = field(default_factory=dict)
+    """The 95 % confidence interval of each objective."""
 
     @property
     def measurements(self) -> int:
@@ -56,7 +60,17 @@ class BestResult:
 
     def __str__(self) -> str:
         params = ", ".join(f"{name}={value!r}" for name, value in self.params.items())
-        return f"{self.value:.6g} ({evidence(self.interval, self.measurements)}) with {params}"
+        return f"{self.evidence()} with {params}"
+
+    def evidence(self) -> str:
+        """Each objective with its interval and the number of measurements; named, if there are several."""
+        parts = [f"{self.value:.6g} ({evidence(self.interval, self.measurements)})"]
+        if len(self.values) > 1:
+            parts = [
+                f"{name} = {value:.6g} ({evidence(self.intervals[name], self.measurements)})"
+                for name, value in self.values.items()
+            ]
+        return ", ".join(parts)
 
 
 class Trials(Sequence[Trial]):
@@ -226,8 +240,8 @@ class Study:
         with self._ledger() as ledger:
             about = ledger.state("run", {})
             best = recommend(stored_trials(ledger), about)
-        first = Objective.of((*about.get("objectives", ()), "reward")[0])
-        return [_result(each, [by_number[number] for number in each.trials], first) for each in best.front]
+        objectives = [Objective.of(label) for label in about.get("objectives") or ("reward",)]
+        return [_result(each, [by_number[number] for number in each.trials], objectives) for each in best.front]
 
     def report(self) -> Report:
         """Write `report.html`, the same page that `loopwright report` makes."""
@@ -256,21 +270,23 @@ class Study:
     def _repr_html_(self) -> str:
         lines = [f"<b>{html.escape(self.run)}</b> in <code>{html.escape(str(self.output))}</code>: {self._counts()}"]
         for best in self.front[:5]:
-            bounds = evidence(best.interval, best.measurements)
             params = ", ".join(f"{name} = {value!r}" for name, value in best.params.items())
             name = "recommended" if best.confirmed and best.interval else "best"
-            lines.append(f"{name}: {best.value:.6g} ({bounds}) with <code>{html.escape(params)}</code>")
+            lines.append(f"{name}: {html.escape(best.evidence())} with <code>{html.escape(params)}</code>")
         return "<br>".join(lines)
 
 
-def _result(candidate: Candidate, trials: Sequence[Trial], objective: Objective) -> BestResult:
-    """A candidate in the user's own unit."""
+def _result(candidate: Candidate, trials: Sequence[Trial], objectives: Sequence[Objective]) -> BestResult:
+    """A candidate in the user's own units."""
+    first, rewards, intervals = objectives[0], candidate.objectives, candidate.intervals
     common = set.intersection(*(set(trial.metrics) for trial in trials))
     return BestResult(
         params=candidate.action,
-        value=objective.value(candidate.reward),
-        interval=objective.interval(candidate.interval),
+        value=first.value(candidate.reward),
+        interval=first.interval(candidate.interval),
         metrics={name: fmean(trial.metrics[name] for trial in trials) for name in trials[0].metrics if name in common},
         trials=candidate.trials,
         confirmed=candidate.confirmed,
+        values={own.name: own.value(reward) for own, reward in zip(objectives, rewards, strict=True)},
+        intervals={own.name: own.interval(bounds) for own, bounds in zip(objectives, intervals, strict=True)},
     )

@@ -96,7 +96,7 @@ def tune(
         "workload": workload,
     }
     if noise is not None:
-        run_table["noise"] = {name: list(values) for name, values in noise.items()}
+        run_table["noise"] = {n: list(values) if isinstance(values, tuple) else values for n, values in noise.items()}
     if confirm is not None:
         run_table["confirm"] = confirm if isinstance(confirm, bool) else dict(confirm)
     if stop is not None:

@@ -40,6 +40,9 @@ _REQUIREMENTS = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "text",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table",
 }
 """What a value must be, by pydantic's type of error, where its own words are those of a parser."""
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
-from loopwright.core.config import NAME, Config
+from loopwright.core.config import NAME, Config, Explained, explain
 from loopwright.core.reward import Penalties, RewardFunction
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.failures import FailConfig
@@ -59,6 +59,18 @@ class RunBasics(Config):
     """Commands that run after each trial, whatever its outcome."""
     iterations: int = Field(default=1, ge=1)
     """How often a run without an agent is executed, one after another, until one fails."""
+
+    @field_validator("confirm", mode="before")
+    @classmethod
+    def _read_table(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            if isinstance(value, ConfirmConfig | bool | None):
+                return value
+            raise ValueError(f"must be true, false or a table, not {value!r}")
+        try:
+            return ConfirmConfig.model_validate(value)
+        except ValidationError as error:
+            raise Explained(explain(error, ConfirmConfig)) from error
 
     @field_validator("depends_on", mode="before")
     @classmethod
