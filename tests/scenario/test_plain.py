@@ -53,6 +53,20 @@ def test_g09_dependencies_that_cannot_hold_are_found_at_load_time():
     assert "iterations: means the same; remove `repeats`" in steps
 
 
+@pytest.mark.parametrize("value", [5, "a", ["a", 3], [["a"]], [{"run": "a"}]])
+def test_dependencies_of_the_wrong_shape_are_one_problem(value):
+    """Given something other than names or a table, the message shows both."""
+    expected = "[[run]] depends_on (run 'b'): give a list of names, or a table such as { server = \"after_start\" }."
+    assert problems_of(plain("a"), plain("b", depends_on=value)).removeprefix("scenario: ") == expected
+
+
+def test_keys_of_the_wrong_type_are_problems_in_the_words_of_toml():
+    """Given a number instead of a table, and text instead of a list, the message says so."""
+    assert "[run.workload] type: is missing" in problems_of({**plain("a"), "workload": 5})
+    assert "[[run]] pre: must be a list, not 'echo'." in problems_of(plain("a", pre="echo"))
+    assert "[[run]] noise: must be a table, not 5." in problems_of(plain("a", noise=5))
+
+
 def test_c05_runs_that_run_at_the_same_time_do_not_share_devices():
     """Given two plain runs with GPUs of which one starts with the other, the scenario is refused."""
     one, other = plain("a"), plain("b", depends_on={"a": "after_start"})

@@ -40,9 +40,10 @@ _REQUIREMENTS = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "text",
-    "tuple_type": "a list",
-    "list_type": "a list",
     "dict_type": "a table",
+    "model_type": "a table",
+    "list_type": "a list",
+    "tuple_type": "a list",
 }
 """What a value must be, by pydantic's type of error, where its own words are those of a parser."""
 
@@ -127,8 +128,6 @@ def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[st
             case "string_pattern_mismatch" if facts["pattern"] == NAME:
                 rule = "letters, digits, `_`, `.` and `-`, after a letter, a digit or `_`"
                 yield where, f"must consist of {rule}, not {value!r}"
-            case "model_type":
-                yield where, f"must be a table, not {value!r}"
             case kind if kind in _REQUIREMENTS:
                 yield where, f"must be {_REQUIREMENTS[kind]}, not {value!r}"
             case kind:

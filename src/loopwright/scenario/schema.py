@@ -77,6 +77,8 @@ class RunBasics(Config):
     def _after_ok(cls, names: Any) -> Any:
         if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
             return dict.fromkeys(names, "after_ok")
+        if not isinstance(names, dict):
+            raise ValueError('give a list of names, or a table such as { server = "after_start" }')
         return names
 
     @field_validator("noise")
