@@ -27,4 +27,5 @@ def cloudai(
     with replacing(output) as file:
         file.write(f"# Converted from CloudAI's {files[-1].name} by `loopwright convert cloudai`.\n")
         file.write(tomli_w.dumps(conversion.scenario))
-    typer.echo(f"{output}: {len(conversion.scenario['run'])} runs; run it with `loopwright run {output} -o OUT`")
+    count = len(conversion.scenario["run"])
+    typer.echo(f"{output}: {count} run{'s' * (count != 1)}; run it with `loopwright run {output} -o OUT`")
