@@ -84,7 +84,7 @@ class SearchEnv:
         book.kill = workload.kill
         self._keys = set() if book.count_cached else book.ledger.keys()
         # Remembering which keys have an answer is cheaper than asking the ledger about every new one.
-        self._answered = book.ledger.answered_keys() if book.step else set()
+        self._answered = book.ledger.answered_keys() if book.step else set[int]()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._metrics: Mapping[str, float] = {}
         self._best: dict[int, tuple[float, ...]] | None = None
@@ -227,7 +227,7 @@ class SearchEnv:
         if not self.book.count_cached and finished.key and not finished.phase:
             self._keys.add(finished.key)
         if result.outcome in REUSABLE:
-            self._answered.add(finished.key)
+            self._answered.add(hash(finished.key))
         self._metrics = finished.metrics
         if self.rules.keep != "all":
             await self._discard(finished)
@@ -256,7 +256,7 @@ class SearchEnv:
                 # That may take long: held writes must not wait as well.
                 self.book.ledger.flush()
                 await self._in_flight[trial.key].wait()
-            if trial.key in self._answered and (cached := self.book.ledger.find(trial.key)):
+            if hash(trial.key) in self._answered and (cached := self.book.ledger.find(trial.key)):
                 source = str(cached.number)
                 return Result(cached.outcome or Outcome.OK, cached.metrics, cached.reason, cached_from=source)
         if violation := self.space.violated(trial.action, trial.regime):

@@ -6,7 +6,10 @@ fresh runs beside the baseline. The agent learns nothing from either.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Mapping, Sequence
+from heapq import nlargest
+from itertools import groupby
 from math import fsum
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -31,7 +34,6 @@ def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[
     ok = [trial for trial in searched if trial.objectives and trial.action_key not in failed]
     if not ok:
         return [], None
-    first = {trial.action_key: trial for trial in reversed(ok)}
     baseline = ok[0].action_key
     # Fewer finalists that are measured well rather than many that are not, but two where they fit: a single one is the
     # luckiest trial.
@@ -44,14 +46,17 @@ def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[
         chosen = [chosen[int(place * step)] for place in range(min(room, len(chosen)))]
     else:
         scores = _scores(ok, weigh)
-        chosen = sorted(scores, key=lambda key: -scores[key])
         if rules["per_regime"]:
+            chosen = sorted(scores, key=lambda key: -scores[key])
             leaders = [candidate.trials[0] for candidate in recommend(searched).by_regime]
             ahead = {trial.action_key for trial in ok if trial.number in leaders}
             chosen = [key for key in chosen if key in ahead][:room]
         else:
-            chosen = [key for key in chosen if key != baseline][: min(rules["finalists"], room)]
-    return [first[key] for key in dict.fromkeys([*chosen, baseline])], baseline
+            most = min(rules["finalists"], room)
+            chosen = [key for key in nlargest(most + 1, scores, scores.__getitem__) if key != baseline][:most]
+    keys = dict.fromkeys([*chosen, baseline])
+    first = {trial.action_key: trial for trial in reversed(ok) if trial.action_key in keys}
+    return [first[key] for key in keys], baseline
 
 
 def _undominated(trials: Sequence[StoredTrial], weigh: RegimeWeights) -> list[str]:
@@ -71,17 +76,19 @@ def _scores(trials: Sequence[StoredTrial], weigh: RegimeWeights, objective: int 
     for trial in trials:
         conditions[trial.regime_key, trial.noise].append(trial.objectives[objective])
     averages = {condition: fmean(values) for condition, values in conditions.items()}
-    above: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     weights: dict[str, float] = {}
-    for trial in trials:
-        value = trial.objectives[objective] - averages[trial.regime_key, trial.noise]
-        above[trial.action_key][trial.regime_key].append(value)
-        if trial.regime_key not in weights:
-            weights[trial.regime_key] = weigh(trial.regime)
-    scores: dict[str, float] = {}
-    for action, regimes in above.items():
-        total = fsum(weights[regime] for regime in regimes) or 1.0
-        scores[action] = fsum(weights[regime] * fmean(values) for regime, values in regimes.items()) / total
+    scores = dict.fromkeys((trial.action_key for trial in trials), 0.0)
+    # One action after another: lists for all of them would take more memory than the trials.
+    action_key = attrgetter("action_key")
+    for action, measured in groupby(sorted(trials, key=action_key), key=action_key):
+        above: dict[str, list[float]] = defaultdict(list)
+        for trial in measured:
+            value = trial.objectives[objective] - averages[trial.regime_key, trial.noise]
+            above[trial.regime_key].append(value)
+            if trial.regime_key not in weights:
+                weights[trial.regime_key] = weigh(trial.regime)
+        total = fsum(weights[regime] for regime in above) or 1.0
+        scores[action] = fsum(weights[regime] * fmean(values) for regime, values in above.items()) / total
     return scores
 
 

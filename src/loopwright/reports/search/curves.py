@@ -1,7 +1,7 @@
 """The learning curves of a search: one line per trial, those that were stopped early among them."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import log10
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import evenly, number
+from loopwright.selection.trials import StoredTrial
 
 _DRAWN = 200
 _POINTS = 100
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 220, 60, 20
 
 
-def curves_svg(folder: Path, about: Mapping[str, Any], outcomes: Mapping[int, str]) -> str:
+def curves_svg(folder: Path, about: Mapping[str, Any], trials: Sequence[StoredTrial]) -> str:
     """A chart of the metric that the stop rule watched, as SVG; empty without a stop rule."""
     stop = about.get("stop")
     if not isinstance(stop, dict):
@@ -27,14 +28,16 @@ def curves_svg(folder: Path, about: Mapping[str, Any], outcomes: Mapping[int, st
     try:
         with Ledger.read(folder / "ledger.db") as ledger:
             numbers = [n for (n,) in ledger.transaction.rows("SELECT trial FROM payloads WHERE kind = 'curve'")]
-            for trial in evenly(sorted(numbers), _DRAWN):
+            drawn = dict.fromkeys(evenly(sorted(numbers), _DRAWN), "")
+            drawn |= {trial.number: str(trial.outcome) for trial in trials if trial.number in drawn}
+            for trial, outcome in drawn.items():
                 curve = orjson.loads(ledger.payload(trial, "curve") or b"{}")
                 values = curve.get("metrics", {}).get(metric, ())
                 points = [
                     (s, v) for s, v in zip(curve.get("steps", ()), values, strict=False) if v is not None and s > 0
                 ]
                 if points:
-                    lines.append((trial, outcomes.get(trial), evenly(points, _POINTS)))
+                    lines.append((trial, outcome, evenly(points, _POINTS)))
     except (LoopwrightError, ValueError):
         return ""
     if not lines:

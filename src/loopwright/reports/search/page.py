@@ -32,7 +32,7 @@ def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
         "marks": _marks(digest, chart),
         "not_drawn": _not_drawn(digest, chart),
         "objective_pairs": list(combinations(range(len(digest.labels)), 2))[:3],
-        "curves": curves_svg(digest.folder, digest.about, {t.number: str(t.outcome) for t in digest.trials}),
+        "curves": curves_svg(digest.folder, digest.about, digest.trials),
         "curve_marks": curve_marks(chart["curves"]),
         "slowest": slowest,
         "time_summary": time_summary,
