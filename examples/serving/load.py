@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 SYSTEM = "You are the assistant of a public library. Answer in one short sentence, politely, and only about books.\n"
-TEXT = "the reading room opens at nine and closes at five; on friday the reading room closes at three; " * 3
+TEXT = "the reading room opens at nine and closes at five; on friday the reading room closes at three; " * 2
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Profile:
 
 PROFILES = {
     # Short questions after the same instructions: many at a time, and a prefix that can be kept.
-    "chat": Profile(4, 8, SYSTEM + "Question {n}: which book about the sea should I read first?\nAnswer:", 12),
+    "chat": Profile(4, 8, SYSTEM + "Question {n}: which book about the sea should I read first?\nAnswer:", 8),
     # A text that is written again: long prompts, and answers that can be guessed from them.
-    "rewrite": Profile(2, 4, "Letter {n}: " + TEXT + "\nThe same letter again: " + TEXT[:95], 24),
+    "rewrite": Profile(2, 4, "Letter {n}: " + TEXT + "\nThe same letter again: " + TEXT[:95], 16),
 }
 
 

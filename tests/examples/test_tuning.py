@@ -56,7 +56,7 @@ class _Completions(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(("profile", "requests", "tokens"), [("chat", 8, 12), ("rewrite", 4, 24)])
+@pytest.mark.parametrize(("profile", "requests", "tokens"), [("chat", 8, 8), ("rewrite", 4, 16)])
 def test_the_load_is_that_of_the_profile(profile, requests, tokens):
     _Completions.prompts.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), _Completions) as server:
