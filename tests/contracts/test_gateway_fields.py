@@ -22,8 +22,14 @@ BODIES = {
 }
 REFUSED = {
     "v1/chat/completions": {"min_tokens": 3, "modalities": ["audio"], "chat_template": "x", "ignore_eos": True},
-    "v1/completions": {"suffix": "x", "best_of": 3, "allowed_token_ids": [1], "prompt_logprobs": 2},
-    "v1/responses": {"background": True, "prompt": {"id": "p"}, "bad_words": ["x"], "n": 2},
+    "v1/completions": {"suffix": "x", "best_of": 3, "prompt_logprobs": 2, "continue_final_message": True},
+    "v1/responses": {
+        "background": True,
+        "prompt": {"id": "p"},
+        "bad_words": ["x"],
+        "n": 2,
+        "continue_final_message": True,
+    },
     "v1/messages": {"mcp_servers": [{"url": "x"}], "container": "c", "compaction": {"type": "summarize"}, "stop": "x"},
 }
 EVERYWHERE = {

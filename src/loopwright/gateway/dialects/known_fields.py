@@ -28,6 +28,7 @@ _REFUSED = {
     **dict.fromkeys(_PROMPT.split(), "prompts are rendered with the model's own chat template"),
     **dict.fromkeys(_OUTPUT.split(), "ask for logprobs or return_token_ids, which are complete"),
     "best_of": "request n choices and select one yourself",
+    "continue_final_message": "send it with a chat completion, or end the messages of Messages with the assistant's",
 }
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
