@@ -230,6 +230,14 @@ def test_a_value_of_another_shape_is_a_problem_not_a_crash(tmp_path, key, value)
     assert problems(path)
 
 
+@pytest.mark.parametrize("line", ["gateway = { type = [] }", "gateway = [{}]", "gateway = { type = { a = 1 } }"])
+def test_a_gateway_of_another_shape_is_a_problem_not_a_crash(tmp_path, line):
+    path = tmp_path / "study.toml"
+    loop = "{ type = 'remote', command = ['x'], pass_env = [['a']] }"
+    path.write_text(f"name = 'x'\n[[run]]\nname = 'a'\n{line}\n[run.rollout]\nloop = {loop}")
+    assert any("[run.gateway]" in line for line in problems(path))
+
+
 def test_double_brackets_are_named(write):
     path = write()
     path.write_text(path.read_text().replace("[run.workload]", "[[run.workload]]").partition("[run.workload.args]")[0])

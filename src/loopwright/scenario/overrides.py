@@ -162,7 +162,7 @@ def _apply_environment(run: dict[str, Any], environ: Mapping[str, str]) -> None:
         raise ValueError("[run.gateway] must be a table")
     url = environ.get(PROXY_URL)
     kind = environ.get(f"{GATEWAY}TYPE") or ("external" if url else table.get("type", "embedded"))
-    model = GATEWAY_HOSTS.get(kind)
+    model = GATEWAY_HOSTS.get(str(kind))
     if model is None:  # the loader lists the types that exist
         run["gateway"] = {**table, "type": kind}
         return
@@ -196,7 +196,7 @@ def _own_variables(runs: Sequence[Mapping[str, Any]]) -> set[str]:
     for run in runs:
         for loop in _remote_loops(run):
             variables = loop.get("pass_env", ())
-            names.update(variables if isinstance(variables, list | tuple) else ())
+            names.update(map(str, variables) if isinstance(variables, list | tuple) else ())
         gateway = run.get("gateway")
         names.add(str(gateway.get("token_env")) if isinstance(gateway, Mapping) else "")
     return names
