@@ -70,10 +70,18 @@ def test_a_missing_extra_names_the_pip_command():
     assert "pip install 'loopwright[gp]'" in str(MissingExtra("agent 'gp'", "gp"))
 
 
-@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "it is read-only")])
-def test_a_full_disk_is_named_with_the_next_step(code, words):
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, r"the disk is full\. Free some space"),
+        (errno.EROFS, r"it is read-only\. Make it writable"),
+        (errno.EEXIST, r"a file of this name exists\. Move the file"),
+        (errno.EACCES, r"refused\. Make it writable"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_named_with_the_next_step(code, words):
     with (
-        pytest.raises(StorageError, match=rf"cannot write to out: {words}\. .*loopwright resume"),
+        pytest.raises(StorageError, match=rf"cannot write to out: {words}, or .*loopwright resume"),
         storage(Path("out")),
     ):
         raise OSError(code, "refused")

@@ -132,9 +132,14 @@ class InvalidAction(LoopwrightError, ValueError):
     """An action that lies outside its space."""
 
 
-_DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "it is read-only"}
-
-
+_DISK = {
+    errno.ENOSPC: ("the disk is full", "Free some space"),
+    errno.EDQUOT: ("the disk quota is used up", "Free some space"),
+    errno.EROFS: ("it is read-only", "Make it writable"),
+    errno.EEXIST: ("a file of this name exists", "Move the file"),
+    errno.ENOTDIR: ("part of the path is a file", "Move the file"),
+}
+"""What the common errors mean, and the fix."""
 _CONTINUE = "nothing that was recorded is lost: continue with `loopwright resume`"
 
 
@@ -146,8 +151,8 @@ def storage(where: Path, *, then: str = _CONTINUE) -> Iterator[None]:
     except LoopwrightError:
         raise
     except OSError as error:
-        reason = _DISK.get(error.errno or 0) or error.strerror or str(error)
-        advice = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Make it writable"
+        unknown = (error.strerror or str(error), "Make it writable")
+        reason, advice = _DISK.get(error.errno or 0, unknown)
         raise StorageError(
             f"cannot write to {where}: {reason}. {advice}, or choose another --output; {then}."
         ) from error
