@@ -12,6 +12,7 @@ from gymnasium.utils.env_checker import check_env
 
 import loopwright
 from loopwright.core.errors import OutputBusy, ScenarioError
+from loopwright.envs.live.server import ServerError
 from loopwright.scenario.dispatch import write_all
 
 DRAWN = {
@@ -66,6 +67,8 @@ def test_a_live_run_can_be_given_an_object(write):
     env.reset(seed=1)
     assert env.step(1)[-1]["trial"] == 1
     env.close()
+    with pytest.raises(ServerError, match="'int' is not a GymServer: it has no observation_space"):
+        loopwright.make(write(**LIVE), server=3)
 
 
 def test_without_an_output_nothing_is_left_behind(write, temporary):
@@ -152,3 +155,5 @@ def test_missing_things_are_named(write):
         loopwright.make(write(agent="", args="[run.workload.args]\nx = 1"))
     with pytest.raises(ValueError, match="unknown view 'round'; use one of flat, dict, discrete"):
         loopwright.make(write(), view="round")
+    with pytest.raises(TypeError, match="env must be a class, not 'windy:Windy'"):
+        loopwright.make(write(), env="windy:Windy")

@@ -45,6 +45,8 @@ def make(
         raise MissingExtra("loopwright.make", "rl") from error
     if view not in _VIEWS:
         raise ValueError(f"unknown view {view!r}; use one of {', '.join(_VIEWS)}")
+    if env is not None and not callable(env):
+        raise TypeError(f'env must be a class, not {env!r}; a scenario names one as env = "module:Class"')
     loaded = load(scenario, has_server=server is not None)
     config = select_run(loaded, run)
     if config.kind not in ("search", "live"):

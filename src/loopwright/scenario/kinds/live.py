@@ -14,6 +14,7 @@ from loopwright.envs.live.address import Address
 from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.env import LiveEnv
+from loopwright.envs.live.server import make_server
 from loopwright.execution.system import SystemConfig
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
@@ -106,11 +107,15 @@ class LiveRun(RunKind):
                 [Problem("[run.live] envs", f"{live.envs} environments need a class, not one object.")],
             )
         draws = Draws(context.agent.seed, live.args, self.env_params)
-        servers = [context.server] if context.server else live.connect(context.loaded.directory, self.env_params.keys())
+        directory = context.loaded.directory
+        if context.server is not None:
+            servers = [make_server(context.server, {}, directory)]
+        else:
+            servers = live.connect(directory, self.env_params.keys())
         first: LiveEnv | None = None
         make: Callable[..., LiveEnv] = context.env or LiveEnv
         if self.env is not None and context.env is None:
-            make = import_function(self.env, context.loaded.directory)
+            make = import_function(self.env, directory)
         for server in servers:
             env = make(
                 book,
