@@ -41,6 +41,19 @@ def test_verify_reports_shell_operators_and_constraints_that_nothing_satisfies(t
     assert "no combination of the arguments satisfies them" in result.output
 
 
+def test_verify_reports_shell_operators_beside_a_wrong_key(tmp_path):
+    file = tmp_path / "small.toml"
+    text = SCENARIO.replace("COMMAND", "echo loss={x} {typo} --long={long} | cat").replace("LIMIT", "9")
+    file.write_text(text.replace("([0-9.]+)", "([0-9.]+").replace('type = "command"', 'type = "command"\ntime_s = 3'))
+
+    output = CliRunner().invoke(app, ["verify", str(file)]).output
+
+    for words in ("is not a regular expression", "'time_s'", "'|' needs a shell", "unknown argument {typo}"):
+        assert words in output
+    file.write_text(text.replace("x = [1, 2]", "x = []"))
+    assert "unknown argument {x}" not in CliRunner().invoke(app, ["verify", str(file)]).output
+
+
 @pytest.mark.parametrize(("limit", "has_hint"), [("-1", True), ("0.5", False)])
 def test_verify_hints_at_constraints_that_no_random_point_of_a_range_satisfies(tmp_path, limit, has_hint):
     result = invoke("verify", tmp_path, limit=limit, agent="tpe", x="{ low = 0, high = 1 }")

@@ -1,11 +1,12 @@
 """Search runs: an agent proposes parameters, a workload measures them. Without an agent, the one point is run once."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from loopwright.agents import agents, rollout_agents
 from loopwright.agents.search.base import SearchAgent, SpaceAgent
@@ -51,7 +52,10 @@ class SearchRun(RunKind):
             parts["stop"] = checker.model("[[run]] stop", raw["stop"], StopConfig)
         if "workload" in raw:
             fidelity, table = _read_fidelity(raw, checker)
-            kind, config = checker.configured("[run.workload]", _with_noise(table, raw, checker), workloads)
+            table = _with_noise(table, raw, checker)
+            kind, config = checker.configured("[run.workload]", table, workloads)
+            if kind is not None and config is None:
+                checker.add_all("[run.workload]", _problems_beside_wrong_keys(table, kind.Config, checker.directory))
             # A run without an episode could not be checked any further.
             workload = None if parts["episode"] is None else config
             return {**parts, "fidelity": fidelity, "workload": workload, "workload_class": kind}
@@ -320,6 +324,20 @@ class SearchRun(RunKind):
         return shared
 
 
+def _problems_beside_wrong_keys(
+    table: Mapping[str, Any], model: type[WorkloadConfig], directory: Path
+) -> list[Problem]:
+    """What else is wrong with a workload that has wrong keys; nothing if its arguments are: the rest refers to them."""
+    try:
+        model.model_validate(table)
+    except ValidationError as error:
+        wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
+        if wrong.isdisjoint(("args", "env")):
+            with suppress(ValidationError):
+                return model.model_validate({k: v for k, v in table.items() if k not in wrong}).problems(directory)
+    return []
+
+
 def _read_fidelity(raw: Mapping[str, Any], checker: Checker) -> tuple[dict[str, FidelityConfig], Any]:
     """The fidelity, and the workload's table with the complete value as an argument: that is what is compared."""
     tables, workload = raw.get("fidelity", {}), raw["workload"]
@@ -344,7 +362,7 @@ def _with_noise(table: Any, raw: Mapping[str, Any], checker: Checker) -> Any:
     if not isinstance(noise, dict) or not isinstance(table, dict):
         return table
     for part in ("args", "env"):
-        for name in noise.keys() & (table.get(part) or {}):
+        for name in sorted(noise.keys() & (table.get(part) or {})):
             checker.add(f"[[run]] noise.{name}", f"{name!r} is also in [run.workload] {part}; remove one of the two.")
     # A list of one value would be a fixed one; it is reported with the other keys of the run.
     draws = {name: values for name, values in noise.items() if isinstance(values, list) and len(values) > 1}
