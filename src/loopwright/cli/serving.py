@@ -9,7 +9,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from loopwright.core.config import explain
-from loopwright.execution.local.processes import is_ignored
+from loopwright.execution.local.processes import IGNORED
 from loopwright.gateway.settings import read_token
 
 M = TypeVar("M", bound=BaseModel)
@@ -44,7 +44,7 @@ def next_signal() -> "asyncio.Future[int]":
             received.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        if not is_ignored(number):
+        if signal.getsignal(number) not in IGNORED:
             loop.add_signal_handler(number, receive, number)
     return received
 

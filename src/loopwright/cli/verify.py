@@ -44,7 +44,7 @@ def command(
             typer.echo(f"{error}", err=True)
         else:
             typer.echo(f"{file}: good ({', '.join(run.name for run in loaded.runs)})")
-            for hint in (hint for run in loaded.runs for hint in run.hints()):
+            for _, hint in loaded.hints:
                 typer.echo(f"  hint: {hint.key}: {hint.message}")
     if not files:
         typer.echo(f"no .toml file found in {', '.join(map(str, paths))}", err=True)

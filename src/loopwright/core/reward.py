@@ -24,7 +24,7 @@ class Reward:
     more: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, self.objectives)):
+        if not (math.isfinite(self.value) and all(map(math.isfinite, self.more))):
             raise ValueError(f"a reward must be finite, not {self.objectives}")
 
     @property

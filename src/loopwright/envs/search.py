@@ -140,11 +140,12 @@ class SearchEnv:
         regime, book, rules = previous.context, self.book, self.rules
         if previous.draw is not None:
             book.draw = max(book.draw, previous.draw)
-        group, first, question = book.new_group(), 0, None
+        group, first = book.new_group(), 0
+        question: tuple[Any, ...] = ()
         try:
             action, invalid = self.space.validate(action), None
             # The cache key is about what is measured: two actions with the same arguments share it.
-            question = self.space.arguments(action, {})
+            question = self.space.arguments(action, {}), regime, rules.fingerprint
             if fresh:
                 if self._repeats is None:
                     self._repeats = Counter(key_of(trial.action, trial.regime) for trial in book.ledger.trials())
@@ -161,7 +162,7 @@ class SearchEnv:
                     action,
                     group=group,
                     repeat=repeat,
-                    key="" if invalid else self._key(question, regime, noise, repeat),
+                    key="" if invalid else key_of(*question, repeat, *([noise] if noise else [])),
                     draw=previous.draw,
                     regime=regime,
                     noise=noise,
@@ -175,36 +176,40 @@ class SearchEnv:
     ) -> Awaitable[Feedback]:
         """Run an action of an earlier group once more, as a repeat of it that no cache answers and no agent sees."""
         self._extra += 1
-        key = self._key(self.space.arguments(action, {}), regime, noise, repeat)
-        book = self.book
+        book, question = self.book, self.space.arguments(action, {})
+        key = key_of(question, regime, self.rules.fingerprint, repeat, *([noise] if noise else []))
         trial = book.new_trial(action, group=group, repeat=repeat, key=key, regime=regime, noise=noise, phase=phase)
         book.ledger.reserve([trial], hold=True)
         return self._finish([trial], Observation(dict.fromkeys(self.metric_names), regime))
 
-    def _key(self, question: Any, regime: Regime, noise: Mapping[str, Any], repeat: int) -> str:
-        return key_of(question, regime, self.rules.fingerprint, repeat, *((noise,) if noise else ()))
-
     async def _finish(
-        self, trials: Sequence[Trial], previous: Observation, invalid: Result | None = None, slot: int | None = None
+        self,
+        trials: Sequence[Trial],
+        previous: Observation,
+        answer: Result | None = None,
+        slot: int | None = None,
+        finished: Sequence[Trial] = (),
     ) -> Feedback:
-        """Run what is unfinished of a group, one repeat after another, until one fails. `slot`: whose episode it is."""
-        finished: list[Trial] = []
-        failed: Trial | None = None
+        """Run the rest of a group after what is finished, one repeat after another, until one fails.
+
+        `answer` is their result if it is known already, `slot` whose episode it is.
+        """
+        group = list(finished)
+        failed = next((trial for trial in group if trial.outcome in FAILED), None)
         for trial in trials:
-            if trial.unfinished and failed is not None:
+            if failed is not None:
                 reason = f"not run: trial {failed.number} of its group failed"
                 outcome = failed.outcome or Outcome.CRASHED
-                skipped = Result(outcome, reason=reason, fault=failed.fault, cached_from=str(failed.number))
-                finished.append(await self._run(trial, skipped))
-            else:
-                finished.append(await self._run(trial, invalid) if trial.unfinished else trial)
-                failed = failed or (finished[-1] if finished[-1].outcome in FAILED else None)
-        return self._feedback(finished, previous, slot)
+                answer = Result(outcome, reason=reason, fault=failed.fault, cached_from=str(failed.number))
+            group.append(await self._run(trial, answer))
+            if failed is None and group[-1].outcome in FAILED:
+                failed = group[-1]
+        return self._feedback(group, previous, slot)
 
     async def _run(self, trial: Trial, answer: Result | None) -> Trial:
         """Run a trial and commit it, or commit the answer that is known already."""
         if self.book.observers:
-            self.book.observers.before(trial)
+            self.book.observers.notify("before", trial)
         try:
             result = answer or await self._lookup(trial) or await self._measure(trial)
         except asyncio.CancelledError:
@@ -259,7 +264,7 @@ class SearchEnv:
             if hash(trial.key) in self._answered and (cached := self.book.ledger.find(trial.key)):
                 source = str(cached.number)
                 return Result(cached.outcome or Outcome.OK, cached.metrics, cached.reason, cached_from=source)
-        if violation := self.space.violated(trial.action, trial.regime):
+        if self.space.constraints and (violation := self.space.violated(trial.action, trial.regime)):
             return Result(Outcome.INFEASIBLE, reason=violation)
         if caches and self._shared and (shared := self._shared.find(trial.key)):
             return Result(Outcome.OK, shared[1], cached_from=shared[0])
@@ -417,7 +422,9 @@ class SearchEnv:
 
     def resume(self, trials: Sequence[Trial]) -> Awaitable[Feedback]:
         """Finish a group that an earlier process began."""
-        return self._finish(trials, self._previous(trials[0]))
+        unfinished = [trial for trial in trials if trial.unfinished]
+        finished = [trial for trial in trials if not trial.unfinished]
+        return self._finish(unfinished, self._previous(trials[0]), finished=finished)
 
     def _previous(self, trial: Trial) -> Observation:
         return Observation(dict.fromkeys(self.metric_names), trial.regime, trial.draw)

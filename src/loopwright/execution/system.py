@@ -1,10 +1,10 @@
 """The system of a scenario: where its trials run and what they may use. Each `type` has its own config class."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -43,6 +43,9 @@ class SystemConfig(Config):
     def _bytes(cls, value: Any) -> Any:
         return size_bytes(value)
 
+    session: ClassVar[Callable[..., AbstractContextManager[None]]] = nullcontext
+    """Surrounds all runs of a scenario, so that they may share connections."""
+
     @abstractmethod
     def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> Executor:
         """What runs the commands of a run, whose directory this is; each needs this many GPUs and ports."""
@@ -50,10 +53,6 @@ class SystemConfig(Config):
     @abstractmethod
     def call_executor(self, directory: Path, gpus: int = 0) -> CallExecutor:
         """What runs the Python functions of a run."""
-
-    def session(self) -> AbstractContextManager[None]:
-        """Surrounds all runs of a scenario, so that they may share connections."""
-        return nullcontext()
 
     def resolved(self, directory: Path) -> Self:
         """The same, with paths that are relative to the scenario's directory made absolute."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loopwright.core.trial import Action, Phase, Regime, Result, Trial
 from loopwright.ledger.ledger import Ledger
@@ -42,24 +42,14 @@ class Observer:
 class Observers(list[Observer]):
     """All observers of a run. One that raises is logged and switched off: a broken logger must not end a run."""
 
-    def before(self, trial: Trial) -> None:
-        """Call `before` on every observer."""
-        self._call(lambda observer: observer.before(trial), "before", f"trial {trial.number}")
-
-    def after(self, trial: Trial) -> None:
-        """Call `after` on every observer."""
-        self._call(lambda observer: observer.after(trial), "after", f"trial {trial.number}")
-
-    def after_step(self, kind: Kind, step: Step) -> None:
-        """Call `after_step` on every observer."""
-        self._call(lambda observer: observer.after_step(kind, step), "after_step", f"step {step.step}")
-
-    def _call(self, hook: Callable[[Observer], None], name: str, where: str) -> None:
+    def notify(self, hook: Literal["before", "after", "after_step"], *event: Any) -> None:
+        """Call a hook of every observer with a trial, or with the kind of a step and the step."""
         for observer in tuple(self):
             try:
-                hook(observer)
+                getattr(observer, hook)(*event)
             except Exception:
-                log.exception("observer %s.%s failed on %s and is switched off", type(observer).__name__, name, where)
+                where = f"step {event[1].step}" if hook == "after_step" else f"trial {event[0].number}"
+                log.exception("observer %s.%s failed on %s and is switched off", type(observer).__name__, hook, where)
                 self.remove(observer)
 
 
@@ -144,7 +134,7 @@ class TrialBook:
         if result.cached_from is not None and not self.count_cached:
             self.uncounted += 1
         if self.observers:
-            self.observers.after(finished)
+            self.observers.notify("after", finished)
         return finished
 
     def has_budget(self, trials: int = 1) -> bool:

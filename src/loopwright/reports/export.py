@@ -122,7 +122,7 @@ def write_best(ledger: Ledger, path: Path, best: Recommendation | None = None) -
         file.write("# The best configuration; run it with `loopwright run`.\n")
         for candidate in candidates:
             rewards = "; ".join(
-                f"{own.name} = {own.value(value):g} ({own.evidence(interval, candidate.count)})"
+                f"{own.name} = {own.value(value):g} ({own.evidence(interval, len(candidate.trials))})"
                 for own, value, interval in zip(objectives, candidate.objectives, candidate.intervals, strict=True)
             )
             numbers = ", ".join(map(str, candidate.trials[:10]))

@@ -246,7 +246,7 @@ class RolloutEnv:
 
     async def roll(self, group: Group, trial: Trial) -> Episode:
         """Run a trial of a group and record it; its episode is then in the group, if it counts."""
-        self.book.observers.before(trial)
+        self.book.observers.notify("before", trial)
         try:
             episode, data = await self._episode(trial, group.judging)
         except asyncio.CancelledError:

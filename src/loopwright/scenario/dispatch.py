@@ -26,7 +26,7 @@ from loopwright.core.errors import LedgerError, LoopwrightError, OutputBusy, Sto
 from loopwright.core.outcome import Outcome
 from loopwright.envs.live.server import GymServer, ServerError, ServerLost
 from loopwright.envs.live.watchdog import server_calls, stack_of
-from loopwright.execution.local.processes import is_ignored
+from loopwright.execution.local.processes import IGNORED
 from loopwright.ledger.check import check_ledger
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import Observer, RunStopped, TrialBook
@@ -98,7 +98,7 @@ class Signals:
             yield self
             return
         # Signals that were ignored when the process started stay ignored, as `nohup` and background jobs expect.
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not is_ignored(n)]
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) not in IGNORED]
         before = {number: signal.signal(number, self.handle) for number in numbers}
         try:
             yield self
@@ -132,9 +132,8 @@ def dispatch(
             if overwrite:
                 _delete_campaign(output)
             begin(loaded, output)
-            for run in loaded.runs:
-                for hint in run.hints():
-                    log.warning("run %r: %s: %s", run.name, hint.key, hint.message)
+            for name, hint in loaded.hints:
+                log.warning("run %r: %s: %s", name, hint.key, hint.message)
         code = 0
         options: dict[str, Any] = {"accept_changes": accept_changes, "server": server, "agent": agent}
 

@@ -66,7 +66,8 @@ def load(
         raise ScenarioError("scenario" if path is None else str(source), checker.problems)
     scenario = Scenario.model_construct(name=name, home=str(directory), system=system, run=runs)
     label = "scenario from Python" if path is None else str(path)
-    return LoadedScenario(scenario, runs, raw, text, path, directory, overrides, label)
+    hints = [(run.name, hint) for run in runs for hint in run.hints()]
+    return LoadedScenario(scenario, runs, raw, text, path, directory, overrides, label, hints)
 
 
 def _plain(value: Any, keys: tuple[str, ...], problems: list[Problem]) -> Any:

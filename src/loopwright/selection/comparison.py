@@ -14,7 +14,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.selection.estimate import Estimate, RegimeWeights, estimate, independent_difference, mean_difference
 from loopwright.selection.race import samples_of
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
-from loopwright.selection.trials import StoredTrial, counts, stored_trials
+from loopwright.selection.trials import StoredTrial, stored_trials
 
 _SETTINGS = ("workload", "constraints", "env_params", "noise", "objectives", "repeats", "parallel", "confirm", "stop")
 _MACHINE = ("host", "cpus", "memory_bytes", "platform", "python", "loopwright", "git")
@@ -163,7 +163,7 @@ def _successes(trials: Iterable[StoredTrial]) -> dict[str, list[StoredTrial]]:
     """The measurements of each configuration that has any; the luck of a search is in them, too."""
     groups: dict[str, list[StoredTrial]] = defaultdict(list)
     for trial in trials:
-        if trial.objectives and counts(trial):
+        if trial.objectives and trial.counts:
             groups[key_of(trial.action)].append(trial)
     return groups
 

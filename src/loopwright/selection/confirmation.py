@@ -20,7 +20,7 @@ from loopwright.selection.estimate import RegimeWeights
 from loopwright.selection.plan import regimes_of
 from loopwright.selection.race import MIN_ROUNDS, standing
 from loopwright.selection.recommendation import confirm_rules, race_rules, recommend
-from loopwright.selection.trials import StoredTrial, counts, stored_trials
+from loopwright.selection.trials import StoredTrial, stored_trials
 
 
 def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[list[StoredTrial], str | None]:
@@ -29,7 +29,7 @@ def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[
     The trials of the search choose them, compared with others under the same regime and noise.
     """
     rules, weigh = confirm_rules(about), RegimeWeights(about)
-    searched = [trial for trial in trials if not trial.phase and counts(trial)]
+    searched = [trial for trial in trials if not trial.phase and trial.counts]
     failed = {trial.action_key for trial in searched if not trial.objectives}
     ok = [trial for trial in searched if trial.objectives and trial.action_key not in failed]
     if not ok:

@@ -15,7 +15,7 @@ from loopwright.core.trial import Action, Regime
 from loopwright.selection.drift import Drift, drift_of
 from loopwright.selection.estimate import CVAR, Estimate, RegimeWeights, Spread, estimate, pooled_spread, tail_weights
 from loopwright.selection.race import RaceRules, difference, samples_of, standing
-from loopwright.selection.trials import StoredTrial, counts
+from loopwright.selection.trials import StoredTrial
 
 Group = Sequence[Sequence[StoredTrial]]
 """The measurements of an action: its repeats under each regime."""
@@ -45,11 +45,6 @@ class Candidate:
     def interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval of the first objective."""
         return self.intervals[0] if self.intervals else None
-
-    @property
-    def count(self) -> int:
-        """How many measurements the numbers come from."""
-        return len(self.trials)
 
 
 @dataclass(frozen=True)
@@ -93,11 +88,6 @@ class Recommendation:
     drift: Drift | None = None
     """How much the machine changed while the search ran, if that can be told from chance."""
 
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether the answer was measured again after the search."""
-        return bool(self.front) and self.front[0].confirmed
-
 
 def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = None) -> Recommendation:
     """The recommendation for a run, from its trials and its description in the ledger."""
@@ -114,7 +104,7 @@ def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = N
         elif trial.phase == "canary":
             canaries.append(trial)
             continue
-        elif not counts(trial):
+        elif not trial.counts:
             continue
         if trial.regime_key not in weights:
             weights[trial.regime_key] = 1.0 if weigh is None else weigh(trial.regime)
@@ -134,26 +124,7 @@ def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = N
     for key, rows in fresh.items():
         if any(not row.objectives and not row.is_lost for row in rows):
             measured.pop(key, None)  # it failed when it was measured again
-    common = frozenset(weights) if len(weights) == 1 else _common_regimes(measured.values(), weights)
-    front = _Front(weights)
-    robust = _Robust(weights) if len(common) > 1 else None
-    by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
-    for group in measured.values():
-        regimes = _by_regime(group if isinstance(group, list) else [group])
-        if regimes and common <= regimes.keys():
-            shared = [regimes[key] for key in regimes if key in common]
-            front.add(shared)
-            if robust is not None:
-                robust.add(shared)
-        for regime, repeats in regimes.items():
-            reward = fmean(trial.objectives[0] for trial in repeats)
-            if regime not in by_regime or reward > by_regime[regime][0]:
-                by_regime[regime] = reward, repeats
-    return Recommendation(
-        tuple(front.candidates()),
-        tuple(_candidate([by_regime[key][1]], weights) for key in sorted(by_regime)),
-        () if robust is None else tuple(robust.choices()),
-    )
+    return _from_search(measured, weights)
 
 
 def confirm_rules(about: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,6 +142,43 @@ def race_rules(baseline: str | None, weights: Mapping[str, float], rules: Mappin
         cycle=int(rules.get("cycle", 1)),
         seed=int(rules.get("seed", 0)),
         drops=width == 1 and not rules.get("per_regime"),
+    )
+
+
+def _from_search(
+    measured: Mapping[str, list[StoredTrial] | StoredTrial], weights: Mapping[str, float]
+) -> Recommendation:
+    """The recommendation from the trials of the search: of the actions measured under the common regimes, the best, or
+    with several objectives the Pareto front.
+    """
+    common = frozenset(weights) if len(weights) == 1 else _common_regimes(measured.values(), weights)
+    robust = _Robust(weights) if len(common) > 1 else None
+    by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
+    best: tuple[float, int] | None = None
+    front: list[Group] = []
+    for group in measured.values():
+        regimes = _by_regime(group if isinstance(group, list) else [group])
+        if regimes and common <= regimes.keys():
+            shared = [regimes[key] for key in regimes if key in common]
+            trials = [trial for repeats in shared for trial in repeats]
+            # The weighted mean over regimes of the mean over repeats.
+            mean = trials[0].objectives[0] if len(trials) == 1 else estimate(samples_of(trials), weights).mean
+            rank = mean, -trials[0].number
+            if len(trials[0].objectives) > 1:
+                front.append(shared)
+            elif best is None or rank > best:
+                best, front = rank, [shared]
+            if robust is not None:
+                robust.add(shared)
+        for regime, repeats in regimes.items():
+            reward = fmean(trial.objectives[0] for trial in repeats)
+            if regime not in by_regime or reward > by_regime[regime][0]:
+                by_regime[regime] = reward, repeats
+    candidates = [_candidate(regimes, weights) for regimes in front]
+    return Recommendation(
+        tuple(candidates if len(candidates) < 2 else pareto(candidates)),
+        tuple(_candidate([by_regime[key][1]], weights) for key in sorted(by_regime)),
+        () if robust is None else tuple(robust.choices()),
     )
 
 
@@ -269,33 +277,6 @@ def _by_regime(trials: list[StoredTrial]) -> dict[str, list[StoredTrial]]:
     return {regime: group for regime, group in regimes.items() if all(trial.objectives for trial in group)}
 
 
-class _Front:
-    """The best of the actions that were measured under the common regimes; with several objectives, all of them."""
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
-        self._actions: list[Group] = []
-        self._best: tuple[float, int] | None = None
-
-    def add(self, regimes: Group) -> None:
-        """Add an action, as its repeats under each regime."""
-        trials = [trial for group in regimes for trial in group]
-        objectives = trials[0].objectives
-        if len(trials) > 1:
-            # The weighted mean over regimes of the mean over repeats.
-            objectives = tuple(
-                estimate(samples_of(trials, o), self._weights).mean for o in range(len(trials[0].objectives))
-            )
-        if len(objectives) > 1:
-            self._actions.append(regimes)
-        elif self._best is None or (objectives[0], -regimes[0][0].number) > self._best:
-            self._best, self._actions = (objectives[0], -regimes[0][0].number), [regimes]
-
-    def candidates(self) -> list[Candidate]:
-        """The single best action, or the Pareto front."""
-        return pareto([_candidate(regimes, self._weights) for regimes in self._actions])
-
-
 class _Robust:
     """The best actions by CVaR and by their worst case, over the common regimes."""
 
@@ -351,11 +332,7 @@ def _candidate(
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that no other one beats; with one objective the single best, and the earliest of equals."""
-    if not candidates:
-        return []
-    if len(candidates[0].objectives) == 1:
-        return [max(candidates, key=lambda candidate: (candidate.reward, -candidate.trials[0]))]
+    """The candidates that no other one beats; of equals the earliest."""
     front: list[Candidate] = []
     # In falling order of the first objective, only an earlier one can beat a later one.
     for candidate in sorted(candidates, key=lambda c: (*(-value for value in c.objectives), c.trials[0])):

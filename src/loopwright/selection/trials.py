@@ -15,6 +15,7 @@ _QUERY = (
     "noise, phase FROM trials WHERE number > ? AND {where} ORDER BY number LIMIT 2000"
 )
 _OUTCOMES, _FAULTS = {str(outcome): outcome for outcome in Outcome}, {str(fault): fault for fault in Fault}
+_LOST = (None, "aborted", "lost")
 _SCALARS = frozenset((int, str, bool, type(None)))
 
 
@@ -25,6 +26,7 @@ class StoredTrial:
         "_action",
         "action_key",
         "cached_from",
+        "counts",
         "cpu_s",
         "fault",
         "group",
@@ -53,6 +55,8 @@ class StoredTrial:
     objectives: tuple[float, ...]
     """Empty without a reward."""
     cached_from: str | None
+    counts: bool
+    """Whether it measures its action: it is not a copy of another trial of this run, and not lost."""
     wall_s: float | None
     cpu_s: float
     noise: str
@@ -75,12 +79,6 @@ class StoredTrial:
         return self.outcome in (None, Outcome.ABORTED, Outcome.LOST)
 
 
-def counts(trial: StoredTrial) -> bool:
-    """Whether a trial measures its action: it is not a copy of another trial of this run, and not lost."""
-    is_copy = trial.cached_from is not None and trial.cached_from.isdigit()
-    return trial.outcome not in (None, Outcome.ABORTED, Outcome.LOST) and not is_copy
-
-
 def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[StoredTrial]:
     """All trials by number, or those of one phase. Raises ValueError, KeyError or TypeError at a senseless one."""
     regimes: dict[str, tuple[Regime, str]] = {}
@@ -89,28 +87,23 @@ def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[Stored
     names = list(orjson.loads(first[0][0])) if first else []
     query = _QUERY.format(where="1" if phase is None else f"phase = '{phase}'")
     after = 0
-    loads = orjson.loads
+    loads, dumps = orjson.loads, orjson.dumps
     while rows := ledger.transaction.rows(query, (after,)):
-        for (
-            number,
-            group,
-            text,
-            regime,
-            outcome,
-            fault,
-            reason,
-            reward,
-            detail,
-            metrics,
-            usage,
-            cached_from,
-            noise,
-            phase,
-        ) in rows:
+        for row in rows:
+            number, group, text, regime, outcome, fault, reason, reward, detail, *rest = row
+            metrics, usage, cached_from, noise, phase = rest
             trial = StoredTrial()
             trial.number, trial.group = number, number if group == number else group
             action = loads(text)
-            trial._action, trial.action_key = text, _action_key(text, action, names)
+            trial._action = trial.action_key = text
+            # The text is the key if equal actions of this run have the same: no need for a hash, nor for its memory.
+            if list(action) != names or not all(
+                not value.is_integer() if type(value) is float else type(value) in _SCALARS for value in action.values()
+            ):
+                if action.keys() == set(names):
+                    trial.action_key = dumps({name: canonical(action[name]) for name in names}).decode()
+                else:
+                    trial.action_key = key_of(action)
             if regime not in regimes:
                 values = loads(regime)
                 regimes[regime] = values, key_of(values) if values else ""
@@ -118,6 +111,7 @@ def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[Stored
             trial.outcome = None if outcome is None else _OUTCOMES[outcome]
             trial.fault = None if fault is None else _FAULTS[fault]
             trial.reason, trial.cached_from = reason, cached_from
+            trial.counts = outcome not in _LOST and not (cached_from is not None and cached_from.isdigit())
             trial.noise, trial.phase = intern(noise or "{}"), phase or ""
             trial.objectives = () if detail is None else (reward, *loads(detail)["more"])
             if metrics:
@@ -128,16 +122,3 @@ def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[Stored
             trial.cpu_s = (spent.get("user_s") or 0.0) + (spent.get("system_s") or 0.0)
             yield trial
         after = rows[-1][0]
-
-
-def _action_key(text: str, action: Action, names: list[str]) -> str:
-    """The text itself, if equal actions of this run have the same text: no need for a hash, nor for its memory."""
-    if list(action) == names:
-        for value in action.values():
-            if value.is_integer() if type(value) is float else type(value) not in _SCALARS:
-                break
-        else:
-            return text
-    if action.keys() == set(names):
-        return orjson.dumps({name: canonical(action[name]) for name in names}).decode()
-    return key_of(action)

@@ -298,7 +298,7 @@ class _Training:
     def _write(self, kind: Kind, step: Step) -> None:
         self.steps.add(kind, step)
         self.curves.add(step.step, {f"{kind}/{name}": value for name, value in step.numbers.items()})
-        self.env.book.observers.after_step(kind, step)
+        self.env.book.observers.notify("after_step", kind, step)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

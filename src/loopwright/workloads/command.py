@@ -26,7 +26,7 @@ from loopwright.core.errors import LaunchError, did_you_mean, storage
 from loopwright.core.outcome import Outcome
 from loopwright.core.progress import PROGRESS_VARIABLE
 from loopwright.core.trial import Result
-from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool
+from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool, Usage
 from loopwright.workloads.base import (
     RESERVED_FILES,
     CommandTemplate,
@@ -70,7 +70,7 @@ class CommandWorkload(Workload):
     def __init__(self, config: CommandConfig, site: Site, executor: Executor | None = None) -> None:
         super().__init__(config, site)
         self._command = CommandTemplate(config.command)
-        others = self._command.names - config.parameters.keys()
+        others = self._command.names - config.args.keys() - config.env.keys()
         names = config.slot_names() if others or config.service else set()
         self._uses_checkpoint, self._slot_names = "checkpoint" in names, names - {"checkpoint"}
         ports = max((int(name[5:] or 1) for name in self._slot_names if name.startswith("port")), default=1)
@@ -190,21 +190,26 @@ class CommandWorkload(Workload):
 
     async def _evaluate(self, job: Job, completion: Completion) -> Result:
         """The result of a command that has ended."""
+        usage, config = completion.usage, self.config
+        if completion.timed_out or completion.exit_code not in config.success.exit_codes:
+            outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
+            reason = describe_ending(completion, config.timeout_s, job.directory / "stderr")
+            return Result(outcome, reason=reason, usage=usage)
         try:
-            return self._read(job.directory, completion, _MATCH_NOW_S)
+            return read_metrics(self._metrics, job.directory, usage, _MATCH_NOW_S, config.success.regex)
         except PatternTimeout:
-            return await self._read_in_thread(job.directory, completion)
+            return await self._read_in_thread(job.directory, usage)
 
-    async def _read_in_thread(self, directory: Path, completion: Completion) -> Result:
-        """Evaluate a trial outside the event loop, so that other trials continue and signals are handled."""
+    async def _read_in_thread(self, directory: Path, usage: Usage) -> Result:
+        """Read the metrics outside the event loop, so that other trials continue and signals are handled."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
         def evaluate() -> None:
             try:
-                result = self._read(directory, completion, _MATCH_S)
+                result = read_metrics(self._metrics, directory, usage, _MATCH_S, self.config.success.regex)
             except PatternTimeout as error:
-                result = Result(Outcome.METRIC_MISSING, reason=str(error), usage=completion.usage)
+                result = Result(Outcome.METRIC_MISSING, reason=str(error), usage=usage)
             with suppress(RuntimeError):  # the run has ended without us
                 loop.call_soon_threadsafe(finish, result)
 
@@ -266,25 +271,6 @@ class CommandWorkload(Workload):
         outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
         ending = describe_ending(completion, self.config.setup_timeout_s, directory / "setup.stderr")
         return Result(outcome, reason=f"the setup in setup/{directory.name} failed: {ending}")
-
-    def _read(self, directory: Path, completion: Completion, timeout_s: float) -> Result:
-        """The result of a command that has ended. Raises PatternTimeout if a pattern takes longer than the timeout."""
-        usage = completion.usage
-        if completion.timed_out or completion.exit_code not in self.config.success.exit_codes:
-            outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
-            return Result(
-                outcome, reason=describe_ending(completion, self.config.timeout_s, directory / "stderr"), usage=usage
-            )
-        pattern = self.config.success.regex
-        if pattern is not None:
-            stdout = directory / "stdout"
-            if not stdout.is_file() or stdout.stat().st_size == 0:  # an empty file cannot be mapped
-                is_match = stdout.is_file() and regex.search(pattern.encode(), b"") is not None
-            else:
-                is_match = any(True for _ in _matches(pattern, stdout, "stdout", timeout_s))
-            if not is_match:
-                return Result(Outcome.CRASHED, reason=f"stdout does not contain {pattern!r}", usage=usage)
-        return read_metrics(self._metrics, directory, usage, timeout_s)
 
     async def close(self) -> None:
         if self._services is not None:
@@ -365,14 +351,29 @@ def _matches(pattern: str, path: Path, source: str, timeout_s: float, group: int
 
 
 def read_metrics(
-    configs: Mapping[str, MetricConfig], directory: Path, usage: Mapping[str, float], timeout_s: float = _MATCH_S
+    configs: Mapping[str, MetricConfig],
+    directory: Path,
+    usage: Usage,
+    timeout_s: float = _MATCH_S,
+    success: str | None = None,
 ) -> Result:
-    """The metrics of a command that has succeeded, or what is missing. Raises PatternTimeout."""
+    """The metrics of a command that has succeeded, or what is missing. Raises PatternTimeout.
+
+    If its stdout does not contain the pattern `success`, it has failed all the same.
+    """
+    stdout = directory / "stdout"
+    if success is not None:
+        if not stdout.is_file() or stdout.stat().st_size == 0:  # an empty file cannot be mapped
+            is_match = stdout.is_file() and regex.search(success.encode(), b"") is not None
+        else:
+            is_match = any(True for _ in _matches(success, stdout, "stdout", timeout_s))
+        if not is_match:
+            return Result(Outcome.CRASHED, reason=f"stdout does not contain {success!r}", usage=usage)
     metrics: dict[str, float] = {}
     missing: list[str] = []
     for name, metric in configs.items():
         try:
-            metrics[name] = read_metric(metric, directory, directory / "stdout", usage, timeout_s)
+            metrics[name] = read_metric(metric, directory, stdout, usage, timeout_s)
         except MetricMissing as error:
             if metric.required and metric.resource != "max_rss_bytes":
                 missing.append(f"{name}: {error}")
@@ -383,9 +384,7 @@ def read_metrics(
     return Result(Outcome.OK, metrics, usage=usage)
 
 
-def read_metric(
-    metric: MetricConfig, directory: Path, stdout: Path, usage: Mapping[str, float], timeout_s: float
-) -> float:
+def read_metric(metric: MetricConfig, directory: Path, stdout: Path, usage: Usage, timeout_s: float) -> float:
     """The value; raises MetricMissing if it cannot be read, PatternTimeout if matching takes too long."""
     if metric.resource is not None:
         if metric.resource not in usage:

@@ -98,7 +98,7 @@ class LiveEvaluator:
         self._env.flush()
         step = Step(number, time.time(), numbers)
         self._steps.add("eval", step)
-        self._env.book.observers.after_step("eval", step)
+        self._env.book.observers.notify("after_step", "eval", step)
         learner.log_numbers(number, {"eval/return": mean, "eval/length": numbers["length"]})
         best = self._ledger.state(f"best {self._seed}")
         if best is None or mean > best["return"]:

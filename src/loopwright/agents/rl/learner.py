@@ -163,7 +163,7 @@ class PolicyLearner(ABC):
         """Write the numbers of an update, such as losses, to the ledger and to the configured tools."""
         step = Step(self.context.book.step, time.time(), numbers)
         self._steps.add("train", step)
-        self.context.book.observers.after_step("train", step)
+        self.context.book.observers.notify("after_step", "train", step)
         self.log_numbers(step.step, {f"train/{name}": value for name, value in numbers.items()})
 
     def checkpoint_if_due(self) -> None:

@@ -10,7 +10,7 @@ from loopwright.core.canonical import key_of
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial
 from loopwright.envs.search import SearchEnv
 from loopwright.selection.recommendation import recommend
-from loopwright.selection.trials import counts, stored_trials
+from loopwright.selection.trials import stored_trials
 
 
 class Remeasurement(SearchAgent):
@@ -32,7 +32,7 @@ class Remeasurement(SearchAgent):
         repeats = Counter(trial.action_key for trial in trials)
         confirmed = Counter(trial.action_key for trial in trials if trial.phase == "confirm")
         points = [(by_action[key_of(each.action)], regime) for each in candidates for regime in each.regimes or ({},)]
-        baseline = next(trial for trial in trials if not trial.phase and counts(trial) and trial.objectives)
+        baseline = next(trial for trial in trials if not trial.phase and trial.counts and trial.objectives)
         if baseline.action_key not in {origin.action_key for origin, _ in points}:
             points += [(baseline, regime) for regime in {str(regime): regime for _, regime in points}.values()]
         self.planned: list[tuple[Action, Regime, int, int, int]] = []

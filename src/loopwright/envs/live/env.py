@@ -233,7 +233,7 @@ class LiveEnv:
         if not self._in_episode:
             self._begin_episode(number)
         if self._observers:
-            self._observers.before(self._trial(number, action))
+            self._observers.notify("before", self._trial(number, action))
         return number
 
     def _finish_step(self, number: int, action: Any, result: Any) -> Step:
@@ -273,7 +273,9 @@ class LiveEnv:
             # One object, so that the recorder's thread never combines values of two steps.
             self._progress = self._episode, number, self._length, self._return
         if self._observers:
-            self._observers.after(replace(self._trial(number, action), outcome=Outcome.OK, reward=Reward(reward)))
+            self._observers.notify(
+                "after", replace(self._trial(number, action), outcome=Outcome.OK, reward=Reward(reward))
+            )
         if terminated or truncated:
             self._end_episode(truncated=truncated, complete=True)
         elif number == self.book.budget:
@@ -325,7 +327,9 @@ class LiveEnv:
             trial = (number, self._episode.group, as_json(action).decode(), self._draw, self._regime_json)
             self._recorder.add_row((*trial, *ending, None, None, "{}", now, now))
         if self._observers:
-            self._observers.after(replace(self._trial(number, action), outcome=outcome, fault=fault, reason=reason))
+            self._observers.notify(
+                "after", replace(self._trial(number, action), outcome=outcome, fault=fault, reason=reason)
+            )
         self._end_episode(truncated=True, complete=False, ending=ending)
         self._failures.add(number, outcome, reason, len(self.slots))
 

@@ -31,7 +31,7 @@ from loopwright.envs.live.wire import (
     encode_space,
     make_sendable,
 )
-from loopwright.execution.local.processes import is_ignored
+from loopwright.execution.local.processes import IGNORED
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 30.0
@@ -72,7 +72,7 @@ def _stop_on_signal(server: "EnvServer") -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if not is_ignored(number)]
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) not in IGNORED]
     previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield signals

@@ -186,17 +186,23 @@ class Slots:
                 number = await future
             except asyncio.CancelledError:
                 if future.done() and not future.cancelled():
-                    self._give_back(future.result())
+                    self.release(Slot(future.result()))
                 raise
         try:
             return self._slots[number] or self._slot(number)
         except BaseException:
-            self._give_back(number)
+            self.release(Slot(number))
             raise
 
     def release(self, slot: Slot) -> None:
-        """Return a slot; the longest waiting request gets it."""
-        self._give_back(slot.number)
+        """Return a slot, which its number identifies; the longest waiting request gets it."""
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(slot.number)
+                return
+        # Last in, first out: the most recently used slot has a warm worker and warm caches.
+        self._free.appendleft(slot.number)
 
     def close(self) -> None:
         """Release all ports."""
@@ -229,15 +235,6 @@ class Slots:
                 variables["CUDA_VISIBLE_DEVICES"] = devices
         slot = self._slots[number] = Slot(number, self._cores[number], values, variables)
         return slot
-
-    def _give_back(self, number: int) -> None:
-        while self._waiting:
-            future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(number)
-                return
-        # Last in, first out: the most recently used slot has a warm worker and warm caches.
-        self._free.appendleft(number)
 
 
 class PortLease:

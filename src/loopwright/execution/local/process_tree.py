@@ -16,7 +16,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,12 +29,16 @@ _ROUNDS = 50
 _KILL_TIMEOUT_S = 10.0
 _MAX_FORKS_PER_S = 200_000
 _MAX_CANDIDATES = 1000
+_INHERITED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM)
 _EXHAUSTION = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _ADVICE = "The machine cannot run more processes; lower `parallel`, or raise its limits (ulimit -u, -n, memory)."
 
 # Re-entrant, since a signal handler that kills everything may interrupt a spawn in the same thread.
 _lock = threading.RLock()
 _spawn_count = 0
+_load_file = -1
+"""A descriptor of /proc/loadavg, which stays open since it is read for each trial."""
+_pid_max = 0
 
 
 class PidSnapshot(NamedTuple):
@@ -68,7 +71,10 @@ def spawn(
 ) -> "ProcessTree":
     """Start a process with default signal handling, or raise LaunchError."""
     global _spawn_count
-    processes.shield_children()
+    if threading.current_thread() is threading.main_thread():  # in others no handler can be set
+        for number in _INHERITED:
+            if signal.getsignal(number) is signal.SIG_IGN:  # which the process would inherit
+                signal.signal(number, processes.ignore)
     with _lock:
         # A child inherits the affinity of the thread that starts it, so it never runs on another core.
         affinity = _pin(limits.cores) if limits.cores else None
@@ -120,15 +126,19 @@ def exhaustion_as_launch_error() -> Iterator[None]:
 
 def pid_snapshot() -> PidSnapshot:
     """The current position in the sequence of process ids."""
+    global _load_file, _pid_max
     with _lock:
-        line = os.pread(_kernel()[0], 128, 0)
+        if _load_file < 0:
+            _pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
+            _load_file = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+        line = os.pread(_load_file, 128, 0)
         return PidSnapshot(int(line[line.rfind(b" ") :]), _spawn_count, time.monotonic())
 
 
 def pids_between(start: PidSnapshot, end: PidSnapshot) -> Collection[int] | None:
     """The process ids handed out in between; empty if all of them are known to be ours, None if unknown."""
     count = end.pid - start.pid
-    may_have_wrapped = count < 0 or (end.at_s - start.at_s) * _MAX_FORKS_PER_S > _kernel()[1]
+    may_have_wrapped = count < 0 or (end.at_s - start.at_s) * _MAX_FORKS_PER_S > _pid_max
     if may_have_wrapped or count > _MAX_CANDIDATES:
         return None
     if count == end.spawn_count - start.spawn_count:
@@ -173,13 +183,6 @@ def _launch_error(argv: Sequence[str], directory: Path, error: Exception) -> Lau
     if error.errno == errno.E2BIG:
         return LaunchError(f"{prefix}: arguments and environment are too long. Pass large values in a file.")
     return LaunchError(f"{prefix}: {error.strerror}. Check the command and its path.")
-
-
-@cache
-def _kernel() -> tuple[int, int]:
-    """A descriptor of /proc/loadavg, which stays open since it is read for each trial, and the largest process id."""
-    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
-    return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC), pid_max
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -29,7 +28,6 @@ _WAIT_S = 10.0
 _ROUNDS = 100
 _START_UP_S = 0.1
 """Time until a process that is being started shows its marker."""
-_INHERITED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM)
 _PREFIX = f"{MARKER_VARIABLE}=".encode()
 
 
@@ -183,17 +181,8 @@ def ignore(number: int, frame: FrameType | None) -> None:
     """Do nothing. Unlike SIG_IGN, a handler is not inherited: executing a program resets it to the default."""
 
 
-def shield_children() -> None:
-    """Replace SIG_IGN by `ignore`, so that children do not inherit it. Only the main thread can; others do nothing."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _INHERITED:
-            if signal.getsignal(number) is signal.SIG_IGN:
-                signal.signal(number, ignore)
-
-
-def is_ignored(number: int) -> bool:
-    """Whether this process was started with the signal ignored, and should keep ignoring it."""
-    return signal.getsignal(number) in (signal.SIG_IGN, ignore)
+IGNORED = (signal.SIG_IGN, ignore)
+"""The handlers of a signal that this process was started with as ignored, and should keep ignoring."""
 
 
 def end_leftovers(handles: Iterable[str], marker: str) -> int:

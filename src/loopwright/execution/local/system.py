@@ -42,17 +42,18 @@ class LocalSystem(SystemConfig):
         return tuple(map(str, range(self.gpus) if isinstance(self.gpus, int) else self.gpus))
 
     def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> LocalExecutor:
-        return LocalExecutor(
-            memory_bytes=self.memory, output_bytes=self.output, grace_s=self.grace_s, slots=self._slots(gpus, ports)
-        )
+        devices = self.devices() if gpus else ()
+        slots = Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=ports)
+        return LocalExecutor(memory_bytes=self.memory, output_bytes=self.output, grace_s=self.grace_s, slots=slots)
 
     def call_executor(self, directory: Path, gpus: int = 0) -> WorkerPool:
+        devices = self.devices() if gpus else ()
         return WorkerPool(
             size=self.parallel,
             output_bytes=self.output,
             grace_s=self.grace_s,
             memory_bytes=self.memory,
-            slots=self._slots(gpus, ports=1),
+            slots=Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=1),
         )
 
     def problems(self, kind: str, nodes: Sequence[int] = (), gpus: int = 0) -> list[Problem]:
@@ -63,7 +64,3 @@ class LocalSystem(SystemConfig):
             needs = f"{gpus} for each of parallel = {self.parallel} trials, but [system] gpus has {count}"
             problems.append(Problem("gpus", f"needs {needs}. Lower one of them, or list more devices."))
         return problems
-
-    def _slots(self, gpus: int, ports: int) -> Slots:
-        devices = self.devices() if gpus else ()
-        return Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=ports)

@@ -12,7 +12,7 @@ from loopwright.reports.formatting import assignments, evenly, exact, short
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.digest import Digest
 from loopwright.reports.search.insights import trial_table
-from loopwright.selection.trials import StoredTrial, counts
+from loopwright.selection.trials import StoredTrial
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
 
 DRAWN = 5000
@@ -107,7 +107,7 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
     steps: list[list[tuple[int, float | None]]] = [[] for _ in names]
     for _, group in groupby(digest.trials, key=lambda trial: trial.group):
         for trial in group:
-            if counts(trial) and not trial.phase:
+            if trial.counts and not trial.phase:
                 value = trial.objectives[objective] if trial.objectives else None
                 races[index.get(trial.regime_key, 0)].add(trial.action_key + trial.regime_key, value)
         # Repeats count together: after the group, not after each of them.

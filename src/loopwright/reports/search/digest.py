@@ -221,7 +221,7 @@ class Digest:
 
         A random first trial is not a baseline: nobody knows it.
         """
-        if self.best.is_confirmed or not self.ok:
+        if candidate.confirmed or not self.ok:
             return self.best.baseline
         agent = self.table("agent")
         if agent and not agent.get("start") and agent.get("type") != "grid":

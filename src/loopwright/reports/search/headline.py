@@ -20,7 +20,7 @@ def headline(digest: Digest) -> str:
     if len(digest.best.front) == 1:
         best = digest.best.front[0]
         objective = digest.objectives[0]
-        return f"{objective.text(best.reward)} ({objective.evidence(best.interval, best.count)})"
+        return f"{objective.text(best.reward)} ({objective.evidence(best.interval, len(best.trials))})"
     return f"{number(len(digest.best.front))} actions, none better in all objectives" if digest.best.front else "–"
 
 
@@ -32,7 +32,7 @@ def title(candidate: Candidate) -> str:
 def describe(candidate: Candidate, objectives: Sequence[Objective]) -> str:
     """The objectives of a candidate with their intervals, and its action, for a terminal."""
     values = [
-        f"{own.name} = {own.text(value)} ({own.evidence(interval, candidate.count)})"
+        f"{own.name} = {own.text(value)} ({own.evidence(interval, len(candidate.trials))})"
         for own, value, interval in zip(objectives, candidate.objectives, candidate.intervals, strict=True)
     ]
     return "   ".join([*values, f"with  {pairs(candidate.action)}"])
@@ -44,7 +44,7 @@ def notes(best: Recommendation, objective: Objective) -> list[str]:
     if best.gain is not None and best.baseline is not None:
         difference = describe_difference(best.gain, objective, "paired measurement")
         lines.append(f"Against the baseline ({objective.text(best.baseline.reward)}): {difference}.")
-    elif best.is_confirmed and best.baseline is not None and best.front[0] is best.baseline:
+    elif best.baseline is not None and best.front and best.front[0] is best.baseline:
         lines.append("The baseline is still the best: no finalist was better in fresh measurements.")
     if best.luckiest is not None and best.luckiest.shortfall:
         lucky = best.luckiest

@@ -75,7 +75,7 @@ def _answer_title(digest: Digest, best: Candidate) -> str:
     label, regimes = digest.labels[0], number(len(digest.regimes))
     if best.confirmed and best.interval is not None:
         over = f"mean over {number(len(best.regimes))} of {regimes} regimes: " if len(best.regimes) > 1 else ""
-        return f"Recommended, after {number(best.count)} fresh measurements: {over}{label}"
+        return f"Recommended, after {number(len(best.trials))} fresh measurements: {over}{label}"
     if len(best.regimes) > 1:
         return f"Best action over {number(len(best.regimes))} of {regimes} regimes: mean {label}"
     if len(digest.regimes) > 1:
@@ -93,7 +93,7 @@ def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
 
 def reward_text(candidate: Candidate, objective: Objective) -> str:
     """The first objective of a candidate, and how sure it is."""
-    return f"{objective.text(candidate.reward)} ({objective.evidence(candidate.interval, candidate.count)})"
+    return f"{objective.text(candidate.reward)} ({objective.evidence(candidate.interval, len(candidate.trials))})"
 
 
 def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:

@@ -7,7 +7,7 @@ import subprocess
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -57,6 +57,8 @@ class LoadedScenario:
     """What `set=` or `--set` changed, by dotted key."""
     label: str
     """Where it came from, for messages and records."""
+    hints: Sequence[tuple[str, Problem]]
+    """What is legal but probably not meant, each with the name of its run."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class RunKind(RunConfig, ABC):
         return []
 
     def hints(self) -> list[Problem]:
-        """What is legal but probably not meant; shown by `loopwright verify` and when the run starts."""
+        """What is legal but probably not meant; collected when the scenario is loaded."""
         return []
 
     @staticmethod

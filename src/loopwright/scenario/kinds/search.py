@@ -224,7 +224,7 @@ class SearchRun(RunKind):
             problem = f"none of {_POINTS_TRIED:,} random points satisfies them; check them against the ranges."
             hints.append(Problem("[run.workload] constraints", problem))
         if self.agent_class is not None and self.agent is not None:
-            hints += self.agent_class.hints(self.agent, space, self._draws(self.agent).count)
+            hints += self.agent_class.hints(self.agent, space, draws.count)
         return hints
 
     def plan(self, config: AgentConfig) -> ConfirmPlan | None:
@@ -241,7 +241,7 @@ class SearchRun(RunKind):
             self._confirm_config,
             trials=trials,
             repeats=self.repeats,
-            regimes=self._draws(config).count,
+            regimes=self._regimes,
             objectives=len(self.reward),
             seed=config.seed,
             per_regime=agent.conditions_on_regime and bool(self.env_params),
@@ -252,8 +252,10 @@ class SearchRun(RunKind):
     def _confirm_config(self) -> ConfirmConfig:
         return self.confirm if isinstance(self.confirm, ConfirmConfig) else ConfirmConfig()
 
-    def _draws(self, config: AgentConfig) -> Draws:
-        return Draws(config.seed, self.space.parameters, self.env_params)
+    @property
+    def _regimes(self) -> int:
+        """How many regimes may be drawn."""
+        return Draws(0, self.space.parameters, self.env_params).count
 
     # -- building and describing --------------------------------------------------------------------------------
 
@@ -294,7 +296,7 @@ class SearchRun(RunKind):
             book,
             space=space,
             workload=workload,
-            draws=self._draws(context.agent),
+            draws=Draws(context.agent.seed, space.parameters, self.env_params),
             noise=Noise(context.agent.seed, self.noise),
             objectives=Objectives(self.reward),
             metric_names=self.metric_names,
