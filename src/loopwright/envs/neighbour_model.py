@@ -118,7 +118,7 @@ def _columns(parameter: Parameter, value: Any) -> list[float]:
     """A value as coordinates: 1 for being active, then a position in 0..1, or a column per candidate."""
     if not isinstance(parameter, Choice):
         return [1.0, parameter.encode(value)]
-    index = parameter.index(value)
+    index = parameter.encode(value)
     if parameter.ordered:
         return [1.0, index / (parameter.size - 1)]
     # Two different candidates are 1 apart, like the two ends of a range.

@@ -82,14 +82,10 @@ class Choice(Parameter):
         return len(numbers) == len(self.values) > 2 and numbers in (sorted(numbers), sorted(numbers, reverse=True))
 
     def validate_value(self, value: Any) -> Any:
-        return self.values[self.index(value)]
-
-    def index(self, value: Any) -> int:
-        """Which candidate a value is."""
         index = self._indices.get(key_of(value))
-        if index is not None:
-            return index
-        raise InvalidAction(f"{value!r} is not one of {', '.join(map(repr, self.values))}")
+        if index is None:
+            raise InvalidAction(f"{value!r} is not one of {', '.join(map(repr, self.values))}")
+        return self.values[index]
 
     def grid(self) -> list[Any]:
         return list(self.values)
@@ -97,8 +93,8 @@ class Choice(Parameter):
     def sample(self, random: Random) -> Any:
         return self.values[random.randrange(len(self.values))]
 
-    def encode(self, value: Any) -> float:
-        return self.index(value)
+    def encode(self, value: Any) -> int:
+        return self._indices[key_of(self.validate_value(value))]
 
     def decode(self, number: float) -> Any:
         index = round(float(number)) if math.isfinite(number) else -1

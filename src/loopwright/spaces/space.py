@@ -210,7 +210,7 @@ class Draws:
             weight = 1.0
             for name, value in regime.items():
                 weights, choice = self.configs[name].weights, self.values[name]
-                weight *= 1 / choice.size if weights is None else weights[choice.index(value)]
+                weight *= 1 / choice.size if weights is None else weights[choice.encode(value)]
             yield regime, weight
 
 

@@ -15,7 +15,7 @@ from tests.children import children
 from loopwright.core.errors import LaunchError, StorageError
 from loopwright.execution.base import Completion, Executor
 from loopwright.execution.local.executor import TAIL_BYTES, CappedFile, LocalExecutor, core_sets
-from loopwright.execution.local.process_tree import pid_snapshot
+from loopwright.execution.local.process_tree import PidSnapshot, new_pids
 from loopwright.execution.local.processes import end_leftovers
 from loopwright.testing.executors import ExecutorContract, alive, command, ignore, written_pid
 
@@ -57,7 +57,7 @@ class TestLocalExecutor(ExecutorContract):
 )
 def test_the_memory_of_a_small_program_is_exact_on_request(tmp_path, argv, exit_code):
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pid_snapshot()  # it keeps a file of /proc open from its first use on
+    new_pids(PidSnapshot(0, 0, 0.0))  # it keeps a file of /proc open from its first use on
     before = open_fds()
     [done] = run(LocalExecutor(), replace(command(tmp_path, ""), argv=argv, measures_memory=True))
 

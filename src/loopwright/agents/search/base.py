@@ -72,6 +72,8 @@ class SearchAgent(Agent):
 
     env: Env
     steps_live: ClassVar[bool] = True
+    note: Mapping[str, Any] | None = None
+    """Stored beside the action that `select_action` returned, so that a resumed run proposes as this one would."""
 
     def __init__(self, env: Any, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -84,10 +86,6 @@ class SearchAgent(Agent):
 
     def update_policy(self, feedback: Feedback) -> None:
         """Learn from a trial that has ended."""
-
-    def note(self) -> Mapping[str, Any] | None:
-        """What to store beside the action just proposed, so that a resumed run proposes as this one would."""
-        return None
 
     def restore(self, history: Iterable[Proposal]) -> None:
         """Continue from what was proposed before; the default learns from it again."""
@@ -128,7 +126,7 @@ class SearchAgent(Agent):
         if unfinished:
             return self.env.resume(unfinished.pop(0))
         if self.env.may_propose and (action := self.select_action(self.env.reset())) is not None:
-            return self.env.step(action, self.note(), fresh=self.measures_again)
+            return self.env.step(action, self.note, fresh=self.measures_again)
         return None
 
     async def _slot(self, unfinished: list[list[Trial]]) -> None:

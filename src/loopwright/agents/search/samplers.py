@@ -171,8 +171,10 @@ class SamplerAgent(SpaceAgent):
             self._set_note({}, self.retries)
         return action
 
-    def note(self) -> Mapping[str, Any] | None:
-        return self._note if self.proposed in self._numbers else None
+    def select_action(self, observation: Observation) -> Action | None:
+        action = super().select_action(observation)
+        self.note = self._note if self.proposed in self._numbers else None
+        return action
 
     def learn(self, feedback: Feedback) -> None:
         number = self._numbers.pop(feedback.group, None)
@@ -237,7 +239,7 @@ class SamplerAgent(SpaceAgent):
                 state=state.RUNNING if objectives is None else state.COMPLETE,
                 values=None if objectives is None else list(objectives),
                 params={
-                    name: parameter.index(action[name]) if isinstance(parameter, Choice) else action[name]
+                    name: parameter.encode(action[name]) if isinstance(parameter, Choice) else action[name]
                     for name, parameter in self.space.tunable.items()
                     if name in searched
                 },

@@ -79,7 +79,7 @@ class RegimeEncoder:
     def _value(self, name: str, choice: Choice, value: Any) -> Any:
         match self._draws.configs[name].encoding:
             case "categorical":
-                return choice.index(value)
+                return choice.encode(value)
             case "log":
                 return [math.log(value)]
         return [float(value)]

@@ -22,8 +22,7 @@ from loopwright.execution.local.process_tree import (
     ProcessLimits,
     ProcessTree,
     exhaustion_as_launch_error,
-    pid_snapshot,
-    pids_between,
+    new_pids,
     spawn,
 )
 from loopwright.execution.local.processes import MARKER_VARIABLE
@@ -135,7 +134,7 @@ class LocalExecutor(Executor):
         timed_out = tree.is_alive and output.error is None
         if tree.is_alive:
             await tree.end(self._grace_s if timed_out else 0.0)
-        elif pids_between(tree.start, pid_snapshot()) != ():
+        elif new_pids(tree.start)[1] != ():
             # Also after a successful exit: a daemon left behind would disturb the next measurement.
             await tree.kill_descendants()
         exit_ = tree.reap()

@@ -124,26 +124,22 @@ def exhaustion_as_launch_error() -> Iterator[None]:
         raise
 
 
-def pid_snapshot() -> PidSnapshot:
-    """The current position in the sequence of process ids."""
+def new_pids(start: PidSnapshot) -> tuple[PidSnapshot, Collection[int] | None]:
+    """The current position in the sequence of process ids, and the ids handed out since `start`: empty if all of them
+    are known to be ours, None if unknown.
+    """
     global _load_file, _pid_max
     with _lock:
         if _load_file < 0:
             _pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
             _load_file = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         line = os.pread(_load_file, 128, 0)
-        return PidSnapshot(int(line[line.rfind(b" ") :]), _spawn_count, time.monotonic())
-
-
-def pids_between(start: PidSnapshot, end: PidSnapshot) -> Collection[int] | None:
-    """The process ids handed out in between; empty if all of them are known to be ours, None if unknown."""
+        end = PidSnapshot(int(line[line.rfind(b" ") :]), _spawn_count, time.monotonic())
     count = end.pid - start.pid
     may_have_wrapped = count < 0 or (end.at_s - start.at_s) * _MAX_FORKS_PER_S > _pid_max
     if may_have_wrapped or count > _MAX_CANDIDATES:
-        return None
-    if count == end.spawn_count - start.spawn_count:
-        return ()
-    return range(start.pid + 1, end.pid + 1)
+        return end, None
+    return end, () if count == end.spawn_count - start.spawn_count else range(start.pid + 1, end.pid + 1)
 
 
 def _pin(cores: Collection[int]) -> set[int]:
@@ -313,9 +309,9 @@ class ProcessTree:
                     break
         _log.warning("process %d left processes that cannot be killed; they may disturb later trials", self.pid)
 
-    def has_descendants(self, start: PidSnapshot, end: PidSnapshot) -> bool:
-        """Whether a process that the main process started in between is still running."""
-        return bool(self._find(pids_between(start, end), include_main=False))
+    def has_descendants(self, pids: Collection[int] | None) -> bool:
+        """Whether a process that the main process started is still running; `pids` are the candidates, if known."""
+        return bool(self._find(pids, include_main=False))
 
     def reap(self) -> Exit:
         """Collect the exit status and release the process."""
@@ -365,7 +361,7 @@ class ProcessTree:
         """Pidfds of the living processes of this tree: a snapshot, taken before any of them is signalled."""
         members: dict[int, Process] = {}
         try:
-            for process in self._find(pids_between(self.start, pid_snapshot()), include_main=include_main):
+            for process in self._find(new_pids(self.start)[1], include_main=include_main):
                 if (pidfd := processes.open_pidfd(process)) is not None:
                     members[pidfd] = process
             self._members = [process.pid for process in members.values()]

@@ -25,7 +25,7 @@ from loopwright.execution.local.process_tree import (
     ProcessTree,
     describe,
     exhaustion_as_launch_error,
-    pid_snapshot,
+    new_pids,
     spawn,
 )
 from loopwright.execution.local.processes import MARKER_VARIABLE
@@ -71,7 +71,7 @@ class WorkerProcess:
             except BaseException:
                 self._close_files()
                 raise
-        self._snapshot = pid_snapshot()
+        self._snapshot = self._tree.start
         self._socket.send({"path": [str(entry) for entry in call.path]})
 
     @property
@@ -162,10 +162,9 @@ class WorkerProcess:
             number, reason = response["storage"]
             with storage(call.directory):
                 raise OSError(number, reason)
-        snapshot = pid_snapshot()
+        self._snapshot, pids = new_pids(self._snapshot)
         # What it left running would disturb the next measurement, and is ended with it.
-        self.usable = response["usable"] and not self._tree.has_descendants(self._snapshot, snapshot)
-        self._snapshot = snapshot
+        self.usable = response["usable"] and not self._tree.has_descendants(pids)
         if not self.usable:
             await self._end(0.0)
         usage: Usage = response["usage"]

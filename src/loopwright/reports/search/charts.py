@@ -13,7 +13,6 @@ from loopwright.reports.objective import Objective
 from loopwright.reports.search.digest import Digest
 from loopwright.reports.search.insights import trial_table
 from loopwright.selection.trials import StoredTrial
-from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
 
 DRAWN = 5000
 """More points than this are thinned: they slow a browser down and show nothing new."""
@@ -126,7 +125,7 @@ def axes(digest: Digest, indexes: Sequence[int]) -> list[dict[str, Any]]:
     """The parameters that varied, in the order of the scenario, with the positions of the trials to draw."""
     specs = digest.table("parameters")
     names = [name for name in specs if name in digest.varied] + sorted(digest.varied.keys() - set(specs))
-    every = (_axis(name, _parameter(specs.get(name)), digest, indexes) for name in names if digest.varied[name])
+    every = (_axis(name, specs.get(name), digest, indexes) for name in names if digest.varied[name])
     return [axis for axis in every if axis is not None]
 
 
@@ -158,22 +157,24 @@ def _own(objective: Objective, reward: float | None) -> float | None:
     return None if reward is None else objective.value(reward)
 
 
-def _axis(name: str, space: Parameter | None, digest: Digest, indexes: Sequence[int]) -> dict[str, Any] | None:
-    """One parameter as the axis of a chart: of values, with a log scale or not, or of categories with their means."""
-    if isinstance(space, Fixed):
-        return None
-    trials = digest.ok
+def _axis(name: str, form: Any, digest: Digest, indexes: Sequence[int]) -> dict[str, Any] | None:
+    """One parameter as the axis of a chart: of values, with a log scale or not, or of categories with their means.
+
+    `form` is how the scenario writes it; None for one that it does not name.
+    """
+    trials, table = digest.ok, form if isinstance(form, dict) else {"values": form}
+    is_range, candidates = "low" in table, table.get("values")
+    candidates = candidates if isinstance(candidates, list) else []
     # The values of a range are as many as the trials, and only those that are drawn are needed.
     shown_values = [trials[index].action.get(name) for index in indexes]
-    values = shown_values if isinstance(space, Range) else [trial.action.get(name) for trial in trials]
+    values = shown_values if is_range else [trial.action.get(name) for trial in trials]
     distinct = {_same(value): value for value in values if value is not None}
     if len(distinct) < 2:
         return None
     axis = {"name": name, "kind": "value", "categories": (), "means": [], "at": shown_values}
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in distinct.values())
-    candidates = space.values if isinstance(space, Choice) else ()
-    if isinstance(space, Range):
-        log = space.log and numeric and all(value > 0 for value in distinct.values())
+    if is_range:
+        log = table.get("log") and numeric and all(value > 0 for value in distinct.values())
         return {**axis, "kind": "log" if log else "value"} if numeric else None
     if numeric and (len(candidates) > _CATEGORIES or (not candidates and len(distinct) > 6)):
         return axis
@@ -198,13 +199,6 @@ def _means_by(places: Sequence[float | None], digest: Digest, count: int) -> lis
         if count and place is not None:
             values[int(place)].append(digest.objectives[0].value(trial.objectives[0]))
     return [fsum(rewards) / len(rewards) if rewards else None for rewards in values]
-
-
-def _parameter(spec: Any) -> Parameter | None:
-    try:
-        return None if spec is None else parameter(spec)
-    except ValueError:
-        return None
 
 
 def _same(value: Any) -> Any:
