@@ -38,7 +38,7 @@ def write_everything(ledger):
     """One of each thing that a ledger can hold, some of them replaced."""
     ledger.reserve([trial(1), trial(2, draw=4, regime={"size": 8})], {"sampler": "state"})
     assert ledger.attempt(1, "12345:678") == 1
-    ledger.running(1, 1, "12346:679")
+    assert ledger.attempt(1, "12346:679") == 1
     ledger.commit(trial(1), Result(Outcome.ABORTED, reason="stopped"))
     ledger.attempt(1, "12347:680")
     ledger.commit(trial(1), OK)

@@ -95,7 +95,7 @@ def test_attempts_are_counted_and_end_with_their_trial(ledger):
 
 def test_an_attempt_that_moves_to_another_process_stays_one_attempt(ledger):
     ledger.reserve([trial()])
-    ledger.running(1, ledger.attempt(1, "100:5"), "200:6")
+    assert (ledger.attempt(1, "100:5"), ledger.attempt(1, "200:6")) == (1, 1)
     assert ledger.open_attempts() == {1: (1, "200:6")}
 
 

@@ -283,7 +283,7 @@ def _result(candidate: Candidate, trials: Sequence[Trial], objectives: Sequence[
     return BestResult(
         params=candidate.action,
         value=first.value(candidate.reward),
-        interval=first.interval(candidate.interval),
+        interval=first.interval(intervals[0]),
         metrics={name: fmean(trial.metrics[name] for trial in trials) for name in trials[0].metrics if name in common},
         trials=candidate.trials,
         confirmed=candidate.confirmed,

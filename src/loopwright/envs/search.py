@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any, Self
@@ -273,15 +274,7 @@ class SearchEnv:
     async def _measure(self, trial: Trial) -> Result:
         """Run the workload. Equal trials wait meanwhile, and look into the ledger once this one is committed."""
         ledger = self.book.ledger
-        attempt, handle = self._adoptable.pop(trial.number, (0, ""))
         curve: Curve | None = None
-
-        def started(handle: str) -> None:
-            nonlocal attempt  # one attempt may take several processes, one after another
-            if attempt:
-                ledger.running(trial.number, attempt, handle)
-            else:
-                attempt = ledger.attempt(trial.number, handle)
 
         def report(step: int, metrics: Mapping[str, float]) -> bool:
             nonlocal curve
@@ -301,12 +294,12 @@ class SearchEnv:
             arguments=arguments,
             parameters_json=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
             marker=f"{self._marker}.{trial.number}",
-            on_start=started,
+            on_start=partial(ledger.attempt, trial.number),
             on_services=lambda processes: ledger.set_state("services", processes),
             report=report,
             flush_reservation=ledger.flush,
             is_retry=trial.reserved_at < self._opened_at,
-            handle=handle,
+            handle=self._adoptable.pop(trial.number, (0, ""))[1],
         )
         caches = self.rules.cache != "off"
         if caches:
@@ -320,8 +313,7 @@ class SearchEnv:
                 if result.outcome is not Outcome.LOST or retry == self.rules.retries:
                     break
                 ledger.close_attempts([trial.number], result.reason)
-                attempt, job = 0, replace(job, is_retry=True, handle="")
-                curve = None
+                job, curve = replace(job, is_retry=True, handle=""), None
             return result if curve is None else curve.finish(result)
         finally:
             if caches:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from loopwright.core.progress import Reporter
 
-OnStart = Callable[[str], None]
+OnStart = Callable[[str], object]
 """Called with a handle by which a resumed run finds the command again: as soon as its process exists, or before its job
 is submitted."""
 

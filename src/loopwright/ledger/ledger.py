@@ -53,6 +53,11 @@ _SET_RESULT = (
     "cached_from = ?, finished_at = ?, result_seq = ?, result_hash = ? WHERE number = ? AND outcome IS "
 )
 _SET_FIRST_RESULT, _SET_LATER_RESULT = f"{_SET_RESULT} NULL", f"{_SET_RESULT} ?"
+_SET_ATTEMPT = (
+    "INSERT INTO attempts (trial, attempt, handle, started_at) "
+    "SELECT ?1, count(*) + (count(*) = count(ended_at)), ?2, ?3 FROM attempts WHERE trial = ?1 "
+    "ON CONFLICT DO UPDATE SET handle = excluded.handle RETURNING attempt, started_at"
+)
 _ATTEMPT = returning("trial, attempt", KINDS["attempt"].columns)
 
 
@@ -173,25 +178,14 @@ class Ledger(AbstractContextManager["Ledger"]):
                 self.chain.put_payload(trials[0].number, "note", orjson.dumps(note))
 
     def attempt(self, number: int, handle: str) -> int:
-        """Open an attempt at a trial and record its process or job, so that a resumed run can end or adopt it."""
-        now = time.time()
-        with self.transaction as connection:
-            ((attempt,),) = connection.execute(
-                "INSERT INTO attempts (trial, attempt, handle, started_at) "
-                "SELECT ?, 1 + count(*), ?, ? FROM attempts WHERE trial = ? RETURNING attempt",
-                (number, handle, now, number),
-            ).fetchall()
-            self.chain.add("attempt", number, (handle, now, None, None, None), str(attempt))
-        return int(attempt)
+        """Record the process or job that works on a trial now, so that a resumed run can end or adopt it.
 
-    def running(self, number: int, attempt: int, handle: str) -> None:
-        """Record that another process or job works on the same attempt now."""
-        with self.transaction:
-            self.chain.update(
-                "attempt",
-                f"UPDATE attempts SET handle = ? WHERE trial = ? AND attempt = ? {_ATTEMPT}",
-                (handle, number, attempt),
-            )
+        It belongs to the open attempt at the trial, whose number is returned; if there is none, it opens one.
+        """
+        with self.transaction as connection:
+            ((attempt, started_at),) = connection.execute(_SET_ATTEMPT, (number, handle, time.time())).fetchall()
+            self.chain.add("attempt", number, (handle, started_at, None, None, None), str(attempt))
+        return int(attempt)
 
     def commit(self, trial: Trial, result: Result, *, hold: bool = False, replaces: Outcome = Outcome.ABORTED) -> Trial:
         """Write how a trial ended and return it; its attempt, if there was one, ends with it.

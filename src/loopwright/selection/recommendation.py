@@ -31,7 +31,7 @@ class Candidate:
     """The trials that the numbers come from."""
     spread: float | None
     regimes: tuple[Regime, ...]
-    intervals: tuple[tuple[float, float] | None, ...] = ()
+    intervals: tuple[tuple[float, float] | None, ...]
     """The 95 % confidence interval of each objective; None if it was measured once."""
     confirmed: bool = False
     """Whether the numbers come from fresh measurements, after the search."""
@@ -40,11 +40,6 @@ class Candidate:
     def reward(self) -> float:
         """The first objective: the weighted mean over regimes of the mean over repeats."""
         return self.objectives[0]
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % confidence interval of the first objective."""
-        return self.intervals[0] if self.intervals else None
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ def headline(digest: Digest) -> str:
     if len(digest.best.front) == 1:
         best = digest.best.front[0]
         objective = digest.objectives[0]
-        return f"{objective.text(best.reward)} ({objective.evidence(best.interval, len(best.trials))})"
+        return f"{objective.text(best.reward)} ({objective.evidence(best.intervals[0], len(best.trials))})"
     return f"{number(len(digest.best.front))} actions, none better in all objectives" if digest.best.front else "–"
 
 
 def title(candidate: Candidate) -> str:
     """What a candidate may be called."""
-    return "recommended" if candidate.confirmed and candidate.interval is not None else "best"
+    return "recommended" if candidate.confirmed and candidate.intervals[0] is not None else "best"
 
 
 def describe(candidate: Candidate, objectives: Sequence[Objective]) -> str:

@@ -73,7 +73,7 @@ def _summary(digest: Digest) -> list[tuple[str, str]]:
 
 def _answer_title(digest: Digest, best: Candidate) -> str:
     label, regimes = digest.labels[0], number(len(digest.regimes))
-    if best.confirmed and best.interval is not None:
+    if best.confirmed and best.intervals[0] is not None:
         over = f"mean over {number(len(best.regimes))} of {regimes} regimes: " if len(best.regimes) > 1 else ""
         return f"Recommended, after {number(len(best.trials))} fresh measurements: {over}{label}"
     if len(best.regimes) > 1:
@@ -93,7 +93,7 @@ def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
 
 def reward_text(candidate: Candidate, objective: Objective) -> str:
     """The first objective of a candidate, and how sure it is."""
-    return f"{objective.text(candidate.reward)} ({objective.evidence(candidate.interval, len(candidate.trials))})"
+    return f"{objective.text(candidate.reward)} ({objective.evidence(candidate.intervals[0], len(candidate.trials))})"
 
 
 def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:
