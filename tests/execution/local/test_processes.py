@@ -24,15 +24,22 @@ from loopwright.testing.executors import alive, written_pid
 
 RUN = f"{os.getpid()}-"
 """Makes markers unique, since other test runs may be active on this machine."""
-SIGNALS = """
-import os, signal, subprocess, sys
-from loopwright.execution.local.processes import is_ignored, shield_children
+SPAWN = """
+import os, signal
+from pathlib import Path
+from loopwright.execution.local.process_tree import ProcessLimits, spawn
+from loopwright.execution.local.processes import IGNORED
 
-print(is_ignored(signal.SIGINT), is_ignored(signal.SIGTERM))
-shield_children()
-print(is_ignored(signal.SIGINT), is_ignored(signal.SIGTERM))
+def start(script):
+    limits = ProcessLimits()
+    return spawn(["sh", "-c", script], directory=Path(), environment=os.environ, stdout=2, stderr=2, limits=limits)
+"""
+SIGNALS = f"""{SPAWN}
+print(*(signal.getsignal(number) in IGNORED for number in (signal.SIGINT, signal.SIGTERM)))
+child = start("kill -INT $$")
+print(*(signal.getsignal(number) in IGNORED for number in (signal.SIGINT, signal.SIGTERM)))
 os.kill(os.getpid(), signal.SIGINT)
-print(subprocess.run(["sh", "-c", "kill -INT $$"]).returncode == -signal.SIGINT)
+print(child.process.wait() == -signal.SIGINT)
 """
 """A program that was started with SIGINT ignored, and its child."""
 
@@ -146,10 +153,11 @@ def test_an_ignored_signal_stays_ignored_and_children_get_the_default():
 
 
 def test_a_handler_of_the_program_is_unchanged():
-    program = (
-        "import signal; from loopwright.execution.local.processes import shield_children; "
-        "signal.signal(signal.SIGTERM, print); shield_children(); print(signal.getsignal(signal.SIGTERM) is print)"
-    )
+    program = f"""{SPAWN}
+signal.signal(signal.SIGTERM, print)
+start("true").process.wait()
+print(signal.getsignal(signal.SIGTERM) is print)
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
 
