@@ -392,7 +392,7 @@ class Pump:
             os.close(self.write_fd)
             self.write_fd = -1
         self._loop = loop
-        loop.add_reader(self._read_fd, self._copy_chunk)
+        loop.add_reader(self._read_fd, self.drain, 1)  # one chunk, so that other trials get their turn
 
     def detach(self) -> None:
         """Stop copying. Safe to call twice, and after the loop was closed."""
@@ -401,11 +401,24 @@ class Pump:
                 self._loop.remove_reader(self._read_fd)
             self._loop = None
 
-    def drain(self) -> None:
+    def drain(self, chunks: int = _DRAIN_CHUNKS) -> None:
         """Copy what is in the pipe. Bounded: another process may hold the pipe open and keep writing."""
-        for _ in range(_DRAIN_CHUNKS):
-            if not self._copy_chunk():
+        for _ in range(chunks):
+            try:
+                chunk = os.read(self._read_fd, _CHUNK_BYTES)
+            except BlockingIOError:
                 return
+            if not chunk:
+                self.detach()
+                return
+            if self.sink is not None:
+                try:
+                    self.sink.write(chunk)
+                except StorageError as error:
+                    sink, self.sink = self.sink, None
+                    with suppress(OSError):
+                        sink.close()
+                    self._on_error(error)
 
     def close(self) -> None:
         """Close the pipe."""
@@ -414,22 +427,3 @@ class Pump:
             if descriptor >= 0:
                 os.close(descriptor)
         self.write_fd = self._read_fd = -1
-
-    def _copy_chunk(self) -> bool:
-        """Copy one chunk, so that other trials get their turn. Return whether there may be another one."""
-        try:
-            chunk = os.read(self._read_fd, _CHUNK_BYTES)
-        except BlockingIOError:
-            return False
-        if not chunk:
-            self.detach()
-            return False
-        if self.sink is not None:
-            try:
-                self.sink.write(chunk)
-            except StorageError as error:
-                sink, self.sink = self.sink, None
-                with suppress(OSError):
-                    sink.close()
-                self._on_error(error)
-        return True
