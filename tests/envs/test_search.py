@@ -385,8 +385,8 @@ class TestObservers:
                 steps.append((kind, step.step))
 
         env = make(itself, Broken(), Curve())
-        env.book.observers.after_step("train", Step(1, 0.0, {}))
-        env.book.observers.after_step("eval", Step(1, 0.0, {}))
+        env.book.observers.notify("after_step", "train", Step(1, 0.0, {}))
+        env.book.observers.notify("after_step", "eval", Step(1, 0.0, {}))
         assert steps == [("train", 1), ("eval", 1)]
         assert [record.getMessage() for record in caplog.records] == [
             "observer Broken.after_step failed on step 1 and is switched off"
