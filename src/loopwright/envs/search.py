@@ -265,7 +265,7 @@ class SearchEnv:
             if hash(trial.key) in self._answered and (cached := self.book.ledger.find(trial.key)):
                 source = str(cached.number)
                 return Result(cached.outcome or Outcome.OK, cached.metrics, cached.reason, cached_from=source)
-        if self.space.constraints and (violation := self.space.violated(trial.action, trial.regime)):
+        if violation := self.space.violated(trial.action, trial.regime):
             return Result(Outcome.INFEASIBLE, reason=violation)
         if caches and self._shared and (shared := self._shared.find(trial.key)):
             return Result(Outcome.OK, shared[1], cached_from=shared[0])
