@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -157,9 +158,10 @@ def test_s13_leftovers_of_a_killed_loopwright_are_ended(tmp_path):
     marker = f"killed-run-{os.getpid()}"
     parent = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path, marker])
     daemon = written_pid(tmp_path / "daemon")
+    while not (tmp_path / "record").exists() or not (handle := (tmp_path / "record").read_text()):
+        time.sleep(0.01)  # on a busy machine the daemon is faster
     parent.kill()
     parent.wait()
-    handle = (tmp_path / "record").read_text()
     pid = int(handle.partition(":")[0])
     assert alive(pid)
     assert end_leftovers([handle], marker) >= 2
