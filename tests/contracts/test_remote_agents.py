@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import aiohttp
@@ -363,6 +364,20 @@ def test_a01_an_api_key_of_the_task_does_not_bypass_the_gateway(tmp_path, monkey
     episode = asyncio.run(main())
     assert (episode.outcome, episode.turns) == (Outcome.OK, 1), episode
     assert episode.evidence["agent"]["stdout"] == "1 False\n"
+
+
+@pytest.mark.slow
+def test_p02_an_image_that_is_built_slowly_takes_no_time_from_the_agent(tmp_path, monkeypatch):
+    prepare = rollout.prepare
+
+    def prepare_slowly(*args, **settings):
+        time.sleep(20)
+        return prepare(*args, **settings)
+
+    monkeypatch.setattr(rollout, "prepare", prepare_slowly)
+    episode = run_agent(tmp_path, "time.sleep(15); chat()", deadline_s=30.0)
+    assert (episode.outcome, episode.fault) == (Outcome.OK, None)
+    assert episode.attempts[-1].phases_s["boot"] >= 20
 
 
 def test_a01_one_deadline_covers_the_agent_and_the_tests(tmp_path):

@@ -83,7 +83,8 @@ class RemoteConfig(LoopConfig):
     output: int = Field(default=2**20, ge=4096)
     """How much of each output stream is recorded, for example "1MiB"; its end is in the episode's evidence."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds for one rollout: session and sandbox, the agent, the task's tests, and the clean-up."""
+    """Seconds for the agent, the task's tests and the clean-up; the boot (session, image, sandbox) has as many before
+    that."""
     verify_s: float | None = Field(default=None, gt=0)
     """Seconds of the deadline that are reserved for the task's tests, if it has any; by default a quarter."""
     task_root: str | None = None
@@ -159,6 +160,10 @@ class RemoteConfig(LoopConfig):
         harbor_agent = self.harbor_agent(scenario_dir)
         own = () if harbor_agent is None else harbor_agent.readable()
         return [*((scenario_dir / name).resolve() for name in self.readable), *own]
+
+    @property
+    def total_s(self) -> float:
+        return super().total_s + self.deadline_s  # for the boot
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         if self.server is not None:

@@ -133,6 +133,7 @@ class RemoteRollout:
             except TimeoutError:
                 reason = f"not started within {self._config.deadline_s:g} s"
                 return self._episode(None, Blame(Outcome.LOST, Fault.INFRA, reason), {})
+        self._start = self._clock()  # an image that was built, or waited for, takes no time from the agent
         exit, reports = await self._run_steps(job, prepared)
         if self._on_workspace is not None:
             with self._phase("keep"), suppress(TimeoutError):
@@ -163,7 +164,7 @@ class RemoteRollout:
             seed=request.seed,
             calls=config.max_turns,
             tokens=config.max_tokens,
-            ttl_s=config.deadline_s + _SESSION_TTL_S,
+            ttl_s=2 * config.deadline_s + _SESSION_TTL_S,  # the boot may take as long as the agent
         )
         self._session = await self._sessions.open(id, session_config)
         disk = self._directory
