@@ -95,6 +95,24 @@ def test_t02_invalid_json_is_refused_whatever_came_before(found, data):
             assert outcome(bodies.read, each) == outcome(alone, each)
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        b',{"b":2}', b' , {"b":{"c":[{}]}}', b'{"b":2}', b',,{"b":2}', b',{"b":2},', b',{"b":2}]', b',"b}"', b",2",
+        b',{"b":2}],"x":[{"c":3}', b',{"b":2}],"messages":[{"c":3}', b'],"messages":[{"c":3}',
+        b',{"b":"}],\\"n\\":1}"}', b',{"b":"}', b"", b',{"b":2}],"n":1},{"messages":[{"c":3}',
+    ],
+)  # fmt: skip
+def test_t02_a_body_that_ends_like_the_one_before_it_is_read_as_if_it_were_the_first(added):
+    bodies = BodyReader(DIALECT)
+    agrees(bodies, b'{"messages":[{"a":1}],"n":1}')
+    body = b'{"messages":[{"a":1}%b],"n":1}' % added
+    assert outcome(bodies.read, body) == outcome(alone, body)
+    bodies.keep()
+    longer = body.replace(b'],"n":1}', b',{"d":4}],"n":1}')
+    assert outcome(bodies.read, longer) == outcome(alone, longer)
+
+
 def test_what_was_read_before_is_not_read_again(monkeypatch):
     bodies, said = BodyReader(DIALECT), [user("long " * 1000)]
     agrees(bodies, orjson.dumps({"model": "m", "messages": said}))

@@ -295,3 +295,38 @@ def test_a_foreign_host_name_opens_no_session():
             return statuses
 
     assert run(main) == {"evil.example:8400": 403, "localhost:8400": 200, "127.0.0.1": 200}
+
+
+@pytest.mark.parametrize(
+    ("version", "header", "stays_open"),
+    [
+        ("1.1", "", True),
+        ("1.1", "connection: close", False),
+        ("1.0", "", False),
+        ("1.0", "connection: keep-alive", True),
+    ],
+)
+def test_an_answer_keeps_the_connection_as_long_as_its_client_wants(version, header, stays_open):
+    async def steps():
+        async with serve(Replier("yes")) as gateway:
+            session = await gateway.open()
+            body = orjson.dumps({"model": "m", "messages": [user("hi")]})
+            head = [
+                f"POST /{session.id}/v1/chat/completions HTTP/{version}", "host: x",
+                f"authorization: Bearer {session.key}", f"content-length: {len(body)}", *([header] if header else []),
+            ]  # fmt: skip
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway._server.port)
+            for _ in range(2 if stays_open else 1):
+                writer.write("\r\n".join([*head, "\r\n"]).encode() + body)
+                status, *lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode().split("\r\n")
+                names = dict(line.lower().split(": ", 1) for line in lines if line)
+                assert status == f"HTTP/{version} 200 OK"
+                assert names["content-type"] == "application/json"
+                assert names["date"].endswith("gmt")
+                answer = orjson.loads(await reader.readexactly(int(names["content-length"])))
+                assert answer["choices"][0]["message"]["content"] == "yes"
+            if not stays_open:
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+
+    run(steps)

@@ -53,6 +53,23 @@ def test_t04_many_calls_at_once_are_all_written(tmp_path, count):
     run(story)
 
 
+def test_t04_a_call_that_is_alone_does_not_wait_for_others(tmp_path):
+    async def story():
+        with opened(tmp_path) as store:
+            earlier = store.write([intent("a", 1)])
+            store.calls = 1
+            assert store.write([intent("b", 1)]).done(), "committed at once"
+            assert earlier.done(), "together with what waited"
+            await asyncio.sleep(0)
+            store.calls = 2
+            later = store.write([intent("c", 1)])
+            assert not later.done(), "others may write in the same iteration of the event loop"
+            await later
+            assert [session for session, *_ in calls_of(store)] == ["a", "b", "c"]
+
+    run(story)
+
+
 def test_t04_a_call_that_was_given_up_and_begins_again_has_not_ended(tmp_path):
     """Both may be written together: which came last counts."""
 

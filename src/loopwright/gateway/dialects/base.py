@@ -14,6 +14,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from operator import attrgetter, is_
@@ -35,9 +36,11 @@ from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 
 _MAX_PREFIXES, _MAX_BYTES = 4, 2**22
 """Conversations of a session that are remembered by their bytes, and how many bytes each may have."""
+_MAX_TAIL_BYTES = 2**16
+"""What is remembered of the fields after a conversation."""
 _LISTS = (b'"messages"', b'"input"')
 """The dialects' names for the list that grows."""
-_SPACE = b" \t\r\n"
+_SPACE, _BRACE = b" \t\r\n", ord("}")
 _TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*+"|[][{}]', re.DOTALL)
 _FLAT = re.compile(rb'(?:[ \t\r\n,]*+\{(?:[^][{}"]++|"(?:[^"\\]+|\\.)*+")*+\})*+(?=[ \t\r\n]*+\])', re.DOTALL)
 """Messages without inner lists or objects, as most are, up to the end of their list."""
@@ -283,12 +286,25 @@ class _Prefix:
     fields: dict[str, Any]
     name: str
     items: list[Any]
+    tail: bytes = b""
+    """What followed it, if that was short: the end of the list, and the fields after it."""
+    tail_fields: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     """The items as the dialect has parsed them, if it remembers that."""
 
-    def parse(self, body: bytes) -> dict[str, Any] | None:
-        """A body that starts like this; None if it has to be parsed completely."""
-        rest = body[len(self.data) :].lstrip(_SPACE)
+    def parse(self, body: bytes) -> tuple[list[Any], dict[str, Any], int | None] | None:
+        """All items of a body that starts like this, the fields after them, and where the last one ends, if known.
+
+        None if the body has to be parsed completely.
+        """
+        start, end = len(self.data), len(body) - len(self.tail)
+        rest = body[start:].lstrip(_SPACE)
+        if self.tail and start < end and body.endswith(self.tail) and rest.startswith(b",") and body[end - 1] == _BRACE:
+            # Mostly only messages were added. That nothing else is found up to there proves that they end there.
+            with suppress(orjson.JSONDecodeError):
+                added = orjson.loads(b"%b%b]}" % (_OPEN, rest[1 : len(rest) - len(self.tail)]))
+                if len(added) == 1:
+                    return [*self.items, *added[_REST]], self.tail_fields, end
         comma = bool(self.items) and rest.startswith(b",")
         try:
             fields = orjson.loads(_OPEN + rest[comma:])
@@ -298,7 +314,7 @@ class _Prefix:
         # A comma at the end of the list, none between messages, or a second list that would replace this one.
         if (self.items and comma != bool(items)) or self.name in fields:
             return None
-        return {**self.fields, self.name: [*self.items, *items], **fields}
+        return [*self.items, *items], fields, None
 
 
 class BodyReader:
@@ -355,13 +371,14 @@ class BodyReader:
         """The content of a body, and a digest of its bytes. BadRequest if it is not a JSON object."""
         self._candidates = self._prefixes
         for prefix in self._prefixes:
-            if body.startswith(prefix.data) and (data := prefix.parse(body)) is not None:
-                return data, self._remember(prefix, body, data[prefix.name])
+            if body.startswith(prefix.data) and (parsed := prefix.parse(body)) is not None:
+                content = {**prefix.fields, prefix.name: parsed[0], **parsed[1]}
+                return content, self._remember(prefix, body, *parsed)
         # Before its tokens are scanned: the search for the end of an unterminated string would take forever.
         data = parse_object(body)
         first = self._up_to_messages(body)
-        if first is not None and first.parse(body) is not None:
-            return data, self._remember(first, body, data[first.name])
+        if first is not None and (parsed := first.parse(body)) is not None:
+            return data, self._remember(first, body, data[first.name], *parsed[1:])
         digest = self._new_digest.copy()
         digest.update(body)
         return data, digest.digest()
@@ -376,13 +393,17 @@ class BodyReader:
         digest.update(body[:at])
         return _Prefix(body[:at], digest, fields, name, [])
 
-    def _remember(self, prefix: _Prefix, body: bytes, items: list[Any]) -> bytes:
+    def _remember(
+        self, prefix: _Prefix, body: bytes, items: list[Any], tail_fields: dict[str, Any], end: int | None
+    ) -> bytes:
         """The digest of a body. The body up to its last message replaces its prefix, for the next request."""
         start, digest = len(prefix.data), prefix.digest.copy()
-        if (end := _find_end(body, start)) is not None and start < end <= _MAX_BYTES:
+        end = _find_end(body, start) if end is None else end
+        if end is not None and start < end <= _MAX_BYTES:
             digest.update(body[start:end])
             others = [each for each in self._prefixes if each is not prefix]
-            new = _Prefix(body[:end], digest.copy(), prefix.fields, prefix.name, items)
+            tail = (body[end:], tail_fields) if len(body) - end <= _MAX_TAIL_BYTES else ()
+            new = _Prefix(body[:end], digest.copy(), prefix.fields, prefix.name, items, *tail)
             self._candidates = [new, *others[: _MAX_PREFIXES - 1]]
             start = end
         digest.update(body[start:])

@@ -6,13 +6,14 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
 
 from loopwright.engines.base import Sampling
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest, parse_object
@@ -189,7 +190,7 @@ class RequestHandler:
         if size is not None and size > limit:  # before it is sent
             raise Refusal.too_large(limit)
         if size is not None and content.is_eof():  # most bodies have arrived with their headers
-            return await content.read()
+            return content.read_nowait()
         try:
             async with asyncio.timeout(self._config.read_s):
                 if size is not None:
@@ -260,7 +261,7 @@ class RequestHandler:
                     prompts = call.prompts()
                     turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
                 body = dialect.render(turn_request, call.id, turns)
-                response = json_response(body, headers=_notice(call) if call.record.ignored else None)
+                response = await _send_json(request, body, _notice(call) if call.record.ignored else {})
             if (transport := request.transport) is not None and not transport.is_closing():
                 self.guard.last_calls[request.protocol], is_delivered = call, True
             return response
@@ -382,6 +383,32 @@ class _EventStream:
     def close(self) -> None:
         """Stop the timer."""
         self._timer.cancel()
+
+
+class _SentResponse(web.Response):
+    """Stands for a response that is on its way already: aiohttp has nothing to send."""
+
+    _eof_sent = _keep_alive = True
+
+
+_SENT = _SentResponse()
+
+
+async def _send_json(request: web.Request, data: Any, headers: Mapping[str, str]) -> web.StreamResponse:
+    """Send data as JSON at once. An unusual response is left to aiohttp, which takes several times as long."""
+    transport, is_usual = request.transport, request.keep_alive and request.version == HttpVersion11
+    if not is_usual or transport is None or transport.is_closing():
+        return json_response(data, headers=headers)
+    try:
+        body = orjson.dumps(data)
+    except TypeError:
+        return json_response(data, headers=headers)
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nDate: {rfc822_formatted_time()}\r\n"
+    for name, value in headers.items():
+        head += f"{name}: {value}\r\n"
+    with suppress(ConnectionResetError):  # the client has left
+        await request.writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return _SENT
 
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

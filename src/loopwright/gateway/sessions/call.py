@@ -14,7 +14,7 @@ import orjson
 
 from loopwright.engines.base import BadSampling, ContextFull
 from loopwright.gateway.sessions.exactness import Exactness
-from loopwright.gateway.sessions.store import INTENT, RESULT, Statement, node_statement
+from loopwright.gateway.sessions.store import INTENT, RESULT, DiskStore, Statement, node_statement
 from loopwright.gateway.sessions.turn import Delta, Draft, Turn
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class SessionCall:
             await owner.enter(self)
             try:
                 owner.session.resume(self.drafts)
-                self.turns = await (self._sample() if owner.store is None else self._sample_durably())
+                self.turns = await (self._sample() if owner.store is None else self._sample_durably(owner.store))
             except (ContextFull, BadSampling):
                 await owner.discard(self)
                 raise
@@ -237,17 +237,21 @@ class SessionCall:
                 owner.leave(self)
         self._wake()
 
-    async def _sample_durably(self) -> list[Turn]:
+    async def _sample_durably(self, store: DiskStore) -> list[Turn]:
         """Sample, with the intent stored before and the result after it."""
         owner, has_intent = self.owner, False
         owner.unsaved.add(self)
+        store.calls += 1
         try:
             await owner.save(self._intents())
             has_intent = True
             return await self._sample()
         finally:
             # What was sampled is stored, even if nobody follows any more.
-            await owner.save(self._results() if has_intent else self.statements())
+            try:
+                await owner.save(self._results() if has_intent else self.statements())
+            finally:
+                store.calls -= 1
             owner.unsaved.discard(self)
 
     async def _sample(self) -> list[Turn]:

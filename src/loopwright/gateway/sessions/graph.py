@@ -102,7 +102,12 @@ class Graph:
             raise ValueError("a message needs a role") from error
         sent = _arranged(messages) if has_results else list(messages)
         context = list(tools), dict(options.chat_template_kwargs)
-        prefix, nodes = self._take_recent(sent, context)
+        prefix, nodes = list[Message](), [0]
+        for index, (former, copies, former_context, former_nodes) in enumerate(self._recent):
+            if len(former) <= len(sent) and sent[: len(former)] == former and context == former_context:
+                prefix, nodes = copies, former_nodes  # sent in this form before: a turn costs only what is new in it
+                del self._recent[index]
+                break
         if len(sent) - len(prefix) > _MAX_NEW:
             raise ValueError(f"messages: {len(sent) - len(prefix)} of them are new; a request may add {_MAX_NEW}")
         more = [copy_message(message) for message in sent[len(prefix) :]]
@@ -225,14 +230,6 @@ class Graph:
             path.append(node)
             node = self.nodes[node].parent or 0
         return path[::-1]
-
-    def _take_recent(self, messages: list[Message], context: _Context) -> tuple[list[Message], list[int]]:
-        """The longest prefix that was sent in this form before, and its nodes: a turn costs only what is new in it."""
-        for index, (sent, copies, sent_context, nodes) in enumerate(self._recent):
-            if len(sent) <= len(messages) and messages[: len(sent)] == sent and context == sent_context:
-                del self._recent[index]
-                return copies, nodes
-        return [], [0]
 
     def _place_raw(self, content: str | list[int]) -> tuple[int, Verdict]:
         """The node of raw text, which continues the graph as far as the ids are equal."""

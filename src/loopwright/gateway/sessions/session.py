@@ -136,7 +136,10 @@ class Session:
                 raise BudgetSpent(f"all {limit} turns are used up")
             raise BudgetSpent(f"{self._turns} of {limit} turns are used up; {choices} more were requested")
         sampling = sampling or self.sampling
-        self.engine.check_sampling(sampling)
+        if self._reshapes[0] is not sampling:  # usually that of the previous turn
+            self._reshapes = sampling, sampling.reshapes
+        if reshapes := self._reshapes[1]:
+            self.engine.check_sampling(sampling)
         if self.limits.tokens is not None:
             sampling = self._fit_budget(sampling, sampling.max_tokens, choices)
         if options.chat_template_kwargs and not self.template.takes_kwargs:
@@ -159,9 +162,7 @@ class Session:
         node, verdict = len(self.graph.nodes), place.verdict
         seed = seed or f"{self._seed}:{node}"
         draft = Draft(node, place.node, prompt, len(prompt), place.opening, sampling, seed, verdict, place.options)
-        if self._reshapes[0] is not sampling:  # usually that of the previous turn
-            self._reshapes = sampling, sampling.reshapes
-        draft.first_node, draft.reshapes = count, self._reshapes[1]
+        draft.first_node, draft.reshapes = count, reshapes
         self.graph.add(draft.as_node(_EMPTY, "cut"))  # reserves its number while other calls run
         self.verdicts[node] = verdict
         self._turns += 1

@@ -137,6 +137,8 @@ class DiskStore:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Write] = []
         """Writes of this iteration of the event loop."""
+        self.calls = 0
+        """Calls at work. The writes of a single one are committed at once: they need not wait for others."""
         self._thread_batches = self._log_bytes = 0
         # Without the log, on a network file system, every commit waits for the disk.
         (journal,) = self._connection.execute("PRAGMA journal_mode").fetchone()
@@ -152,9 +154,11 @@ class DiskStore:
         Cancelling the future does not cancel the write.
         """
         done = self._loop.create_future()
-        if not self._waiting:
-            self._loop.call_soon(self._write_waiting)
         self._waiting.append((statements, done))
+        if self.calls == 1:
+            self._write_waiting()
+        elif len(self._waiting) == 1:
+            self._loop.call_soon(self._write_waiting)
         return done
 
     async def check(self) -> None:
@@ -195,6 +199,8 @@ class DiskStore:
     def _write_waiting(self) -> None:
         """Commit what waits, or hand it to the thread."""
         jobs, self._waiting = self._waiting, []
+        if not jobs:  # they were committed with those of a single call
+            return
         size = sum(
             _ROW_BYTES + (_ID_BYTES * len(values[5]) if query is NODE else 0)
             for statements, _ in jobs
