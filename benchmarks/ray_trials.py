@@ -53,7 +53,7 @@ def run() -> list[Ratio]:
     Both sides run in tasks, and so in the same pool of processes, which the first round has warmed for both.
     """
     ratios = []
-    # All directories are deleted at the end: ext4 makes files slowly where many have just been deleted.
+    # All directories are deleted at the end, so that no deletion disturbs what is measured next.
     with RayConnection(cpus=CPUS), tempfile.TemporaryDirectory() as directory, ExitStack() as open_campaigns:
         peers = {
             "commands": (COMMAND, True, partial(tasks, command, directory)),
@@ -65,7 +65,9 @@ def run() -> list[Ratio]:
             best = best_of(ROUNDS, {"ours": campaign, "bare": bare})
             detail = f"{TRIALS / best['ours']:,.0f} per second, bare tasks {TRIALS / best['bare']:,.0f}"
             ratio = best["bare"] / best["ours"]
-            ratios.append(Ratio(f"ray: 1,000 {name} against bare tasks", ratio, 0.7, at_least=True, detail=detail))
+            # In memory shows how much of a trial is the disk, to which bare functions do not write.
+            goal = 0.7 if on_disk else None
+            ratios.append(Ratio(f"ray: 1,000 {name} against bare tasks", ratio, goal, at_least=True, detail=detail))
     return ratios
 
 
