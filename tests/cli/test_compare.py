@@ -139,7 +139,7 @@ def test_q02_remeasure_adds_numbered_confirm_rows(loopwright, tmp_path):
                 (2, turn + 1, 3, "confirm"),
             ]
         assert len({tuple(row[1] for row in rows[3 + 2 * turn :][:2]) for turn in range(5)}) == 2
-        assert recommend(stored_trials(ledger), ledger.state("run")).front[0].count == 5
+        assert len(recommend(stored_trials(ledger), ledger.state("run")).front[0].trials) == 5
     assert "5 measurements" in (tmp_path / "out/r/best.toml").read_text()
     assert loopwright("check", "out").returncode == 0
 
