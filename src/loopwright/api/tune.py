@@ -78,33 +78,24 @@ def tune(
 
     Without `output` the study gets a new directory under `out/`. Called again with the same output, `tune` resumes if
     the function, the space and the objective are equal, and raises otherwise; `trials` may grow.
-
     Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
     """
     _check_types(function, space, agent)
     name = re.sub(r"\W+", "-", getattr(function, "__name__", "function")).strip("-") or "function"
     directory = Path(output) if output is not None else _new_directory(name)
     metric, reward = _objective(minimize, maximize)
-    workload = _workload(function, name, directory, timeout_s, in_process=in_process)
     rules = [constraints] if isinstance(constraints, str) else list(constraints)
-    workload |= {"metrics": [metric], "args": dict(space), "constraints": rules}
-    run_table: dict[str, Any] = {
+    workload = _workload(function, name, directory, timeout_s, in_process=in_process)
+    run_table = {
         "name": name,
         "agent": {"trials": trials, "seed": seed, **({"type": agent} if isinstance(agent, str) else agent)},
         "reward": reward,
         "repeats": repeats,
-        "workload": workload,
+        "workload": workload | {"metrics": [metric], "args": dict(space), "constraints": rules},
+        **_optional_tables(noise, confirm, stop, {"metric": metric, "mode": "min" if minimize else "max"}),
     }
-    if noise is not None:
-        run_table["noise"] = {n: list(values) if isinstance(values, tuple) else values for n, values in noise.items()}
-    if confirm is not None:
-        run_table["confirm"] = confirm if isinstance(confirm, bool) else dict(confirm)
-    if stop is not None:
-        rule = {"rule": stop} if isinstance(stop, str) else dict(stop)
-        run_table["stop"] = {"metric": metric, "mode": "min" if minimize else "max", **rule}
     loaded = _load({"name": name, "system": {"type": "local", "parallel": parallel}, "run": [run_table]})
-    resume = (directory / "campaign.json").exists()
-    if resume:
+    if resume := (directory / "campaign.json").exists():
         check_same_study(loaded, directory)
         with replacing(directory / "scenario.toml") as file:
             file.write(loaded.text)  # `trials` may have grown
@@ -157,6 +148,23 @@ def _load(scenario: Mapping[str, Any]) -> LoadedScenario:
             message = problem.message.replace(f"{MODULE}:", "")
             problems.append(Problem("agent" if key in ("type", "[run.agent]") else key, message))
     raise ScenarioError("tune", problems)
+
+
+def _optional_tables(
+    noise: Mapping[str, Sequence[Any]] | None,
+    confirm: bool | Mapping[str, Any] | None,
+    stop: str | Mapping[str, Any] | None,
+    objective: Mapping[str, str],
+) -> dict[str, Any]:
+    """The tables of a run that only some studies have. Trials are stopped by the objective unless `stop` says more."""
+    tables: dict[str, Any] = {}
+    if noise is not None:
+        tables["noise"] = {n: list(values) if isinstance(values, tuple) else values for n, values in noise.items()}
+    if confirm is not None:
+        tables["confirm"] = confirm if isinstance(confirm, bool) else dict(confirm)
+    if stop is not None:
+        tables["stop"] = {**objective, **({"rule": stop} if isinstance(stop, str) else stop)}
+    return tables
 
 
 def _objective(minimize: str | bool | None, maximize: str | bool | None) -> tuple[str, dict[str, Any]]:
