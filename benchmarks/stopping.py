@@ -7,10 +7,10 @@ With `tpe` the points depend on what was stopped, so its figures are those of an
 import os
 import sys
 import tempfile
+import tomllib
 import warnings
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import optuna
 import orjson
@@ -20,27 +20,21 @@ from benchmarks.measure import Ratio
 from loopwright.ledger.ledger import Ledger
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "stopping"
-EPOCHS, TRIALS, SEEDS = 81, 60, 10
-ARGS: dict[str, Any] = {
-    "rate": {"low": 0.001, "high": 10.0, "log": True},
-    "momentum": {"low": 0.0, "high": 0.99},
-    "width": {"low": 2, "high": 64, "dtype": "int", "log": True},
-    "scale": {"low": 0.1, "high": 10.0, "log": True},
-    "decay": {"low": 1e-6, "high": 0.1, "log": True},
-}
+SCENARIO = tomllib.loads((EXAMPLE / "spirals.toml").read_text())
+EPOCHS, SEEDS = 81, 10
 
 
-def search(seed: int, stop: dict[str, Any] | None, agent: str = "random") -> tuple[float, int, dict[int, list[float]]]:
+def search(seed: int, *, stops: bool, agent: str = "random") -> tuple[float, int, dict[int, list[float]]]:
     """The best loss, the epochs that were spent, and each trial's losses."""
-    run = {
-        "name": "spirals",
-        "agent": {"type": agent, "trials": TRIALS, "seed": seed},
-        "reward": {"type": "negative", "metrics": ["loss"]},
+    (shipped,) = SCENARIO["run"]
+    run = shipped | {
+        "agent": shipped["agent"] | {"type": agent, "seed": seed},
         "confirm": False,  # the rule alone is compared, at the same points
-        "workload": {"type": "python", "function": "spirals:train", "path": [str(EXAMPLE)], "args": ARGS},
+        "workload": shipped["workload"] | {"path": [str(EXAMPLE)]},
     }
-    run |= {"stop": stop} if stop else {}
-    scenario = {"name": "spirals", "system": {"parallel": 2}, "run": [run]}
+    if not stops:
+        del run["stop"]
+    scenario = SCENARIO | {"run": [run]}
     with tempfile.TemporaryDirectory() as directory:
         study = loopwright.run(scenario, directory, progress=False)
         with Ledger.read(Path(directory) / "spirals" / "ledger.db") as ledger:
@@ -68,22 +62,21 @@ def run() -> list[Ratio]:
     """Both over several seeds."""
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rule = {"rule": "asha", "metric": "loss", "mode": "min"}
     gaps: dict[str, list[float]] = {"asha": [], "asha with tpe": [], "Hyperband": []}
     shares: dict[str, list[float]] = {name: [] for name in gaps}
     for seed in range(SEEDS):
-        best, epochs, losses = search(seed, None)
-        adaptive = search(seed, None, "tpe")
+        best, epochs, losses = search(seed, stops=False)
+        adaptive = search(seed, stops=False, agent="tpe")
         for name, (loss, spent), full in (
-            ("asha", search(seed, rule)[:2], (best, epochs)),
-            ("asha with tpe", search(seed, rule, "tpe")[:2], adaptive[:2]),
+            ("asha", search(seed, stops=True)[:2], (best, epochs)),
+            ("asha with tpe", search(seed, stops=True, agent="tpe")[:2], adaptive[:2]),
             ("Hyperband", hyperband(losses), (best, epochs)),
         ):
             gaps[name].append(100 * (loss / full[0] - 1))
             shares[name].append(100 * spent / full[1])
         figures = "; ".join(f"{name} {gaps[name][-1]:.2f}, {shares[name][-1]:.1f}" for name in gaps)
         print(f"seed {seed}: gap and compute in %: {figures}", file=sys.stderr)
-    detail = f"median of {SEEDS} seeds, {TRIALS} trials of {EPOCHS} epochs"
+    detail = f"median of {SEEDS} seeds, {SCENARIO['run'][0]['agent']['trials']} trials of {EPOCHS} epochs"
     return [
         Ratio("stopping: asha's best against the full search's", median(gaps["asha"]), 1, "% worse", detail=detail),
         Ratio("stopping: asha's compute", median(shares["asha"]), 35, "% of the full search's", detail=detail),
