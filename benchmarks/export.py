@@ -10,9 +10,8 @@ from pathlib import Path
 from benchmarks.measure import Ratio
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial
 from loopwright.ledger.ledger import Ledger
 
 EPISODES, FEW, TURNS, TOKENS = 20_000, 2_000, 50, 8

@@ -10,8 +10,7 @@ from random import Random
 
 from benchmarks.measure import Ratio
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Result
+from loopwright.core.trial import Result, Reward
 from loopwright.scenario.dispatch import begin, build
 from loopwright.scenario.load import load
 

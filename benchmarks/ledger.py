@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.measure import Ratio, best_of
-from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial, key_of
 from loopwright.ledger.ledger import Ledger
 
 FEW, MANY = 1_000, 100_000

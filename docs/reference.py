@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 from loopwright.agents import agents, rollout_agents
 from loopwright.core.config import Config
 from loopwright.core.registry import Registry
-from loopwright.core.reward import Penalties, rewards
+from loopwright.core.trial import Penalties, rewards
 from loopwright.engines.base import Sampling, engines
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.stopping import FidelityConfig, StopConfig

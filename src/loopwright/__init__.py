@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from loopwright.core.errors import LoopwrightError, ScenarioError
     from loopwright.core.outcome import Fault, Outcome
     from loopwright.core.progress import TrialStopped, report
-    from loopwright.core.reward import Reward, RewardFunction
     from loopwright.core.task import Task
-    from loopwright.core.trial import Feedback, Observation, Result, Trial
+    from loopwright.core.trial import Feedback, Observation, Result, Reward, RewardFunction, Trial
     from loopwright.engines.base import Engine, EngineConfig, Sampling
     from loopwright.engines.shortcuts import engine_of
     from loopwright.envs.gym.adapter import GymnasiumAdapter

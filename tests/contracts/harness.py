@@ -7,8 +7,18 @@ from typing import Any
 from loopwright.agents.search.base import Env, SearchAgent
 from loopwright.core.agent import AgentConfig
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives, Penalties, RewardFunction
-from loopwright.core.trial import Action, Feedback, Observation, Regime, Result, Trial
+from loopwright.core.trial import (
+    Action,
+    Feedback,
+    Identity,
+    Objectives,
+    Observation,
+    Penalties,
+    Regime,
+    Result,
+    RewardFunction,
+    Trial,
+)
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import Observer, TrialBook

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loopwright.agents.rl.library_spaces import wrap_for_library
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives
+from loopwright.core.trial import Identity, Objectives
 from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter
 from loopwright.envs.gym.vector import VectorAdapter
 from loopwright.envs.search import SearchEnv

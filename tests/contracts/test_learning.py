@@ -14,9 +14,8 @@ import torch
 
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.engines.tokenizer import ByteTokenizer

@@ -15,8 +15,8 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.engines.base import Sampling
 from loopwright.execution.files import remove
 from loopwright.execution.sandbox import SandboxError, sandbox_of

@@ -11,7 +11,7 @@ import pytest
 
 from loopwright.core.errors import MissingExtra
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers import JudgerClient, JudgeWorker, build_judger, parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.pools.local import LocalPool

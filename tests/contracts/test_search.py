@@ -18,8 +18,7 @@ from loopwright.agents.search.grid_random import RandomConfig, RandomSearch
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Negative
-from loopwright.core.trial import Action, Observation, Result, Trial
+from loopwright.core.trial import Action, Negative, Observation, Result, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import Observer
 from loopwright.scenario.dispatch import drive

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from loopwright.core.episode import ROOT, Attempt, Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 
 TASK = Task("t/0", ({"role": "user", "content": "2+2="},), {"answer": 4}, "sums", {"level": 1})
 REWARD = Reward(0.5, {"exact": 1.0, "length": -0.5})

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from loopwright.agents import agents, rollout_agents
-from loopwright.core.reward import rewards
+from loopwright.core.trial import rewards
 from loopwright.engines.base import Sampling, engines
 from loopwright.rollouts.judgers.base import judgers
 from loopwright.rollouts.loops.base import loops

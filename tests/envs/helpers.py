@@ -11,8 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives, Penalties
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Identity, Objectives, Penalties, Result, Trial
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger

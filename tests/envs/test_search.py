@@ -9,8 +9,7 @@ from tests.contracts.harness import AnySpace
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Identity, Inverse, Objectives, Penalties
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Identity, Inverse, Objectives, Penalties, Result, Trial
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.shared_cache import SharedCache

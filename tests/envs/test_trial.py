@@ -6,7 +6,7 @@ import json
 import pytest
 
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives
+from loopwright.core.trial import Identity, Objectives
 from loopwright.envs.search import SearchEnv
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook

@@ -14,8 +14,7 @@ import pytest
 
 from loopwright.core.errors import LedgerError
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial
 from loopwright.ledger.check import accept_ledger, check_ledger, read_head
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from loopwright.core.errors import LedgerError, StorageError
 from loopwright.core.outcome import REUSABLE, Fault, Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial
 from loopwright.ledger.ledger import Ledger
 
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import orjson
 
-from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Phase, Result, Trial
+from loopwright.core.trial import Phase, Result, Reward, Trial, key_of
 from loopwright.ledger.ledger import Ledger
 
 SPACE = {

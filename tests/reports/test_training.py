@@ -10,9 +10,8 @@ import pytest
 
 from loopwright.core.episode import ROOT, Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rollouts

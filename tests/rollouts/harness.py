@@ -7,8 +7,8 @@ from typing import Any
 
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook

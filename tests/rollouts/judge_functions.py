@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 
 RELEASE = threading.Event()
 STARTED = threading.Event()

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.buffer import MemoryBuffer

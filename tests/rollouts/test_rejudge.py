@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.rejudge import Change, Changes
 
 SCORES = st.one_of(st.none(), st.integers(-3, 3).map(float))

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.core.episode import ROOT, Episode, Node, Span
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.sample import build_samples, micro_batches, scale_of, shares, split
 from tests.trainers.factories import samples

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import LedgerError
+from loopwright.core.trial import key_of
 from loopwright.scenario.kinds.base import LoadedScenario
 from loopwright.scenario.overrides import override
 

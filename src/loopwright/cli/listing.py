@@ -10,7 +10,7 @@ from rich.table import Table
 
 from loopwright.agents import agents, rollout_agents
 from loopwright.core.registry import Registry
-from loopwright.core.reward import rewards
+from loopwright.core.trial import rewards
 from loopwright.engines.base import engines
 from loopwright.rollouts.judgers.base import judgers
 from loopwright.rollouts.loops.base import loops

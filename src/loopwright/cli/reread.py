@@ -13,8 +13,7 @@ from loopwright.cli.options import OutputArgument, RunOption, emit, show
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.core.errors import LedgerError
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Objectives
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Objectives, Result, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number, pairs
 from loopwright.scenario.dispatch import hold, reopen, write_all

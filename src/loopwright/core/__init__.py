@@ -21,9 +21,18 @@ if TYPE_CHECKING:
     )
     from loopwright.core.outcome import Fault, Outcome
     from loopwright.core.registry import Registry
-    from loopwright.core.reward import Penalties, Reward, RewardFunction, rewards
     from loopwright.core.task import Task
-    from loopwright.core.trial import Feedback, Observation, Proposal, Result, Trial
+    from loopwright.core.trial import (
+        Feedback,
+        Observation,
+        Penalties,
+        Proposal,
+        Result,
+        Reward,
+        RewardFunction,
+        Trial,
+        rewards,
+    )
 
 __all__ = [
     "Agent",

@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 import orjson
 
 from loopwright.core.outcome import OUT_OF_TIME, Fault, Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Message, Task
+from loopwright.core.trial import Reward
 
 T = TypeVar("T")
 _STEERING = frozenset({"frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "guide"})

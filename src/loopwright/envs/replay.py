@@ -12,11 +12,9 @@ from math import fsum
 from pathlib import Path
 from typing import Any, Self
 
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction, LedgerError
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Identity, Objectives
-from loopwright.core.trial import Action, Regime, Result, Trial
+from loopwright.core.trial import Action, Identity, Objectives, Regime, Result, Trial, key_of
 from loopwright.envs.failures import FAILED
 from loopwright.envs.neighbour_model import NeighbourModel
 from loopwright.envs.search import SearchEnv

@@ -18,11 +18,22 @@ from typing import Any, Self
 
 import orjson
 
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import REUSABLE, Fault, Outcome
-from loopwright.core.reward import Objectives, Penalties, mean_reward
-from loopwright.core.trial import Action, Feedback, Observation, Phase, Proposal, Regime, Result, Trial
+from loopwright.core.trial import (
+    Action,
+    Feedback,
+    Objectives,
+    Observation,
+    Penalties,
+    Phase,
+    Proposal,
+    Regime,
+    Result,
+    Trial,
+    key_of,
+    mean_reward,
+)
 from loopwright.envs.failures import FAILED, FailureWatch
 from loopwright.envs.stopping import Curve, FidelityConfig, StopConfig, StopRule, run_levels
 from loopwright.ledger.shared_cache import SharedCache

@@ -16,8 +16,7 @@ import orjson
 
 from loopwright.core.errors import LedgerError, storage
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Result, Trial
+from loopwright.core.trial import Result, Reward, Trial
 from loopwright.ledger.check import check_ledger
 from loopwright.ledger.events import EVENTS_SCHEMA, KEEP_RESULTS, KINDS, RESERVED, SET_STATE, last_event, returning
 from loopwright.ledger.sqlite import Chain, Transaction, connect, connect_to_read, explained, link, text

@@ -8,7 +8,7 @@ import orjson
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.ledger.ledger import Ledger
 
 KIND = "rollout"

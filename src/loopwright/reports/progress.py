@@ -12,9 +12,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
-from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Trial
+from loopwright.core.trial import Trial, key_of
 from loopwright.ledger.steps import Kind, Step
 from loopwright.ledger.trial_book import Observer, TrialBook
 from loopwright.reports import formatting

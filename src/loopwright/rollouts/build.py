@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from loopwright.core.canonical import key_of
 from loopwright.core.config import overridden
 from loopwright.core.errors import MissingExtra, Problem
+from loopwright.core.trial import key_of
 from loopwright.engines.base import EngineConfig, engines
 from loopwright.execution.ray.options import RayOptions
 from loopwright.execution.ray.system import RaySystem

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from loopwright.core.canonical import key_of
 from loopwright.core.config import overridden
 from loopwright.core.episode import Attempt, Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import JudgedReward, Objectives
-from loopwright.core.trial import Action, Result, Trial
+from loopwright.core.trial import Action, JudgedReward, Objectives, Result, Trial, key_of
 from loopwright.engines.base import EngineConfig, Sampling
 from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.trial_book import TrialBook

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Action, Trial
+from loopwright.core.trial import Action, Reward, Trial
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.tasks.mix import Prompt
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from loopwright.core.errors import Problem, ScenarioError, sentence
 from loopwright.core.registry import look_for_types
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, groups_of
 from loopwright.rollouts.build import build_judger_client

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from loopwright.core.errors import did_you_mean
-from loopwright.core.reward import Penalties
+from loopwright.core.trial import Penalties
 from loopwright.execution.system import SystemConfig, systems
 from loopwright.gateway.settings import (
     GATEWAY,

@@ -6,9 +6,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from loopwright.core.agent import AgentConfig
-from loopwright.core.canonical import key_of
 from loopwright.core.config import NAME, Config, Explained, explain
-from loopwright.core.reward import Penalties, RewardFunction
+from loopwright.core.trial import Penalties, RewardFunction, key_of
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.failures import FailConfig
 from loopwright.envs.live.config import LiveConfig

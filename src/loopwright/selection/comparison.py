@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopwright.core.canonical import key_of
-from loopwright.core.trial import Action
+from loopwright.core.trial import Action, key_of
 from loopwright.ledger.ledger import Ledger
 from loopwright.selection.estimate import Estimate, RegimeWeights, estimate, independent_difference, mean_difference
 from loopwright.selection.race import samples_of

@@ -7,9 +7,8 @@ from math import exp, fsum, prod, sqrt
 from statistics import fmean, variance
 from typing import Any
 
-from loopwright.core.canonical import key_of
 from loopwright.core.confidence import t_quantile
-from loopwright.core.trial import Regime
+from loopwright.core.trial import Regime, key_of
 
 CONFIDENCE = 0.95
 CVAR = 0.2

@@ -7,8 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from loopwright.core.canonical import key_of
-from loopwright.core.trial import Action, Regime, Trial
+from loopwright.core.trial import Action, Regime, Trial, key_of
 from loopwright.envs.replay import Recording
 from loopwright.selection.estimate import RegimeWeights
 

@@ -5,9 +5,8 @@ from sys import intern
 
 import orjson
 
-from loopwright.core.canonical import canonical, key_of
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.trial import Action, Phase, Regime
+from loopwright.core.trial import Action, Phase, Regime, canonical, key_of
 from loopwright.ledger.ledger import Ledger
 
 _QUERY = (

@@ -8,10 +8,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from loopwright.core.canonical import canonical, key_of
 from loopwright.core.config import Config, explain
 from loopwright.core.errors import InvalidAction
 from loopwright.core.expression import Expression
+from loopwright.core.trial import canonical, key_of
 
 
 class Parameter(Config, ABC):

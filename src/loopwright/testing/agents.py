@@ -17,10 +17,8 @@ import pytest
 
 from loopwright.agents import agents
 from loopwright.core.agent import Agent
-from loopwright.core.canonical import canonical, key_of
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives, Penalties
-from loopwright.core.trial import Trial
+from loopwright.core.trial import Identity, Objectives, Penalties, Trial, canonical, key_of
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.execution.local.system import LocalSystem
 from loopwright.ledger.ledger import Ledger

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 import pytest
 
 from loopwright.core.episode import ROOT, Episode, Node, Span
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import FACTS, JudgeFailed, JudgerConfig, Payload, Verdict, parse_judger
 from loopwright.rollouts.judgers.guard import GuardedJudger, build_judger
 

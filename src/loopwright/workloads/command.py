@@ -21,11 +21,10 @@ from typing import Any, ClassVar, cast
 
 import regex
 
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import LaunchError, did_you_mean, storage
 from loopwright.core.outcome import Outcome
 from loopwright.core.progress import PROGRESS_VARIABLE
-from loopwright.core.trial import Result
+from loopwright.core.trial import Result, key_of
 from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool, Usage
 from loopwright.workloads.base import (
     RESERVED_FILES,

@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 
 import regex
 
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import LaunchError, storage
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.trial import Result
+from loopwright.core.trial import Result, key_of
 from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool
 from loopwright.execution.local.process_tree import signal_name
 from loopwright.workloads.base import CommandTemplate, Job, last_lines

@@ -8,8 +8,8 @@ import pytest
 
 from loopwright.agents import agents
 from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
-from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
+from loopwright.core.trial import key_of
 from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Space
 from loopwright.testing.agents import SMALL, Campaign, StopAfter, actions, failing_in_b, measured

@@ -9,7 +9,7 @@ from loopwright.agents.search.samplers import Tpe, TpeConfig
 from loopwright.agents.search.warm_start import warm_start_problem, warm_trials
 from loopwright.core.errors import LedgerError
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Negative
+from loopwright.core.trial import Identity, Negative
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.search.optuna_export import write_optuna
 from loopwright.spaces.parameter import Choice, Range

@@ -10,8 +10,7 @@ from tests.envs.helpers import CountingWorkload, live_env, search_env
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Penalties
-from loopwright.core.trial import Result
+from loopwright.core.trial import Penalties, Result
 from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter
 from loopwright.envs.gym.observation import ObsLeafDescriptor
 from loopwright.envs.gym.vector import VectorAdapter

@@ -9,7 +9,7 @@ from tests.envs.helpers import BAD_STEPS, LineServer, live_env, play, rows
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Penalties
+from loopwright.core.trial import Penalties
 from loopwright.envs.live.server import ServerError, ServerLost
 from loopwright.ledger.trial_book import Observer, RunStopped
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers import JudgerDown, build_judger, parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.judgers.batch import Batches

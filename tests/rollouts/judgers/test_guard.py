@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import BatchJudger, GroupJudger, JudgeFailed, Judger, JudgerConfig
 from loopwright.rollouts.judgers.guard import Guard, JudgerDown, guard_judger
 from loopwright.rollouts.judgers.verdict_parsing import BadVerdict, as_reward

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers import build_judger, parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.judgers.http import parse_score

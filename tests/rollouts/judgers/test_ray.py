@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from loopwright.core.episode import Episode
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.rollouts.build import build_judger_client

@@ -8,8 +8,8 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.sessions.session import BudgetSpent

@@ -9,7 +9,7 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.execution.sandbox import NoSandbox, sandbox_of
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.judgers.composed import ComposedJudgerConfig

@@ -23,10 +23,8 @@ from loopwright.agents.rl.learner import (
 )
 from loopwright.agents.rl.policy import keep_best, policy_card, write_policy_card
 from loopwright.agents.search.warm_start import warm_trials
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction, LoopwrightError, storage
-from loopwright.core.reward import Reward, mean_reward
-from loopwright.core.trial import Observation, Trial
+from loopwright.core.trial import Observation, Reward, Trial, key_of, mean_reward
 from loopwright.envs.gym.adapter import Driver
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import ServerError, ServerLost

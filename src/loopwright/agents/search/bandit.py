@@ -9,9 +9,8 @@ from pydantic import Field
 
 from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
 from loopwright.core.agent import AgentConfig
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem
-from loopwright.core.trial import Action, Feedback, Observation
+from loopwright.core.trial import Action, Feedback, Observation, key_of
 from loopwright.envs.search import SearchEnv
 from loopwright.spaces.space import Space
 

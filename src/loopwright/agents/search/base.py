@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from loopwright.core.agent import Agent, AgentConfig
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction, Problem
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial, key_of
 from loopwright.envs.search import SearchEnv
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.selection.confirmation import Confirmation

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from loopwright.agents.search.base import BudgetedConfig, SearchAgent, SearchConfig, SpaceAgent
 from loopwright.core.agent import AgentConfig
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem
-from loopwright.core.trial import Action, Observation, Proposal
+from loopwright.core.trial import Action, Observation, Proposal, key_of
 from loopwright.envs.search import SearchEnv
 from loopwright.spaces.space import Space
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
 from loopwright.core.agent import Agent, agents
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import LoopwrightError, did_you_mean
+from loopwright.core.trial import key_of
 from loopwright.envs.replay import Recording, ReplayEnv
 from loopwright.selection.regret import RegretCurves, RegretMeter
 

@@ -6,8 +6,7 @@ from random import Random
 from typing import Any
 
 from loopwright.agents.search.base import SearchAgent
-from loopwright.core.canonical import key_of
-from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial, key_of
 from loopwright.envs.search import SearchEnv
 from loopwright.selection.recommendation import recommend
 from loopwright.selection.trials import stored_trials

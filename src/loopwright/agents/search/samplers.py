@@ -19,11 +19,10 @@ from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
 from loopwright.agents.search.failure_map import FailureMap
 from loopwright.agents.search.warm_start import warm_start_problem, warm_trials
 from loopwright.core.agent import AgentConfig
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import MissingExtra, Problem
 from loopwright.core.imports import lazy_module
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Action, Feedback, Observation, Proposal
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, key_of
 from loopwright.envs.failures import FAILED
 from loopwright.envs.search import SearchEnv
 from loopwright.spaces.parameter import Choice, Parameter, Range

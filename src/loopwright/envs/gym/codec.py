@@ -7,9 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium import spaces
 
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction
-from loopwright.core.trial import Action, Observation
+from loopwright.core.trial import Action, Observation, key_of
 from loopwright.envs.gym.observation import ObsLeafDescriptor, StructuredObservation
 from loopwright.spaces.parameter import Parameter, Range
 from loopwright.spaces.space import Space

@@ -7,8 +7,7 @@ from random import Random
 from typing import Any, Self
 
 from loopwright.core.outcome import FAULT_OF, Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Feedback, Observation, Proposal, Trial
+from loopwright.core.trial import Feedback, Observation, Proposal, Reward, Trial
 from loopwright.envs.live.env import LiveEnv
 
 

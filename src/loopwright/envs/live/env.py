@@ -12,8 +12,7 @@ import orjson
 
 from loopwright.core.errors import InvalidAction, LoopwrightError
 from loopwright.core.outcome import FAULT_OF, Outcome
-from loopwright.core.reward import Objectives, Penalties, Reward, ServerReward
-from loopwright.core.trial import Trial
+from loopwright.core.trial import Objectives, Penalties, Reward, ServerReward, Trial
 from loopwright.envs.live.config import context_conflict
 from loopwright.envs.live.episode_log import OK, Ending, EpisodeLog, LiveEpisode, StepFailures
 from loopwright.envs.live.regime_server import refusal, unacknowledged

@@ -8,9 +8,8 @@ from itertools import islice
 from math import fsum, inf
 from typing import Any, ClassVar
 
-from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Regime
+from loopwright.core.trial import Regime, key_of
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.counted_digest import CountedDigest, counted_basics, first_failures, rows_in_pages
 from loopwright.reports.live.evaluations import Evaluations

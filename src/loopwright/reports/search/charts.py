@@ -7,7 +7,7 @@ from itertools import groupby
 from math import floor, fsum, log10
 from typing import Any
 
-from loopwright.core.canonical import canonical, key_of
+from loopwright.core.trial import canonical, key_of
 from loopwright.reports.formatting import assignments, evenly, exact, short
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.digest import Digest

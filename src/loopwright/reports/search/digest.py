@@ -7,10 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Regime, Trial
+from loopwright.core.trial import Regime, Trial, key_of
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import counted, number, short
 from loopwright.reports.live.evaluations import Evaluations

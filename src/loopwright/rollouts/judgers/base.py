@@ -16,8 +16,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, Problem, did_you_mean
 from loopwright.core.registry import Registry, config_parser
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.rollouts.pools.resources import PlacementConfig
 
 FACTS = ("answer", "label", "data_source", "task", "messages", "tokens", "turns", "extra", "evidence", "episode")

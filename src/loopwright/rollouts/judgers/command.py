@@ -13,7 +13,7 @@ import orjson
 from pydantic import Field, field_validator
 
 from loopwright.core.errors import Problem
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.files import remove, remove_in_background
 from loopwright.execution.local.executor import GRACE_S, LocalExecutor

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from loopwright.core.config import FUNCTION
 from loopwright.core.errors import Problem, did_you_mean, sentence
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import (
     AnyJudger,
     BaseJudger,

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.core.errors import did_you_mean
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import JudgeFailed, Judger, JudgerConfig, Payload
 from loopwright.rollouts.judgers.verdict_parsing import as_reward
 

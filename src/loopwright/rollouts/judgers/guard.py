@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import (
     MAX_PAUSE_S,
     BaseJudger,

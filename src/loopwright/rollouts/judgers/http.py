@@ -12,7 +12,7 @@ import orjson
 from pydantic import Field, model_validator
 
 from loopwright.core.errors import MissingExtra, Problem
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.engines.http.client import HttpClient, url_problems
 from loopwright.rollouts.judgers.base import (
     BaseJudger,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loopwright.core.episode import Episode
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import JudgeFailed, JudgerConfig, Payload, Verdict
 from loopwright.rollouts.judgers.guard import GuardedJudger, build_judger
 from loopwright.rollouts.pools.base import Pool, PoolDown, Worker

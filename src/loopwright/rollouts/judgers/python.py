@@ -12,7 +12,7 @@ from pydantic import Field
 from loopwright.core.config import FUNCTION
 from loopwright.core.errors import Problem, sentence
 from loopwright.core.imports import import_function
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import (
     BaseJudger,
     BatchJudger,

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from loopwright.core.config import FUNCTION
 from loopwright.core.errors import Problem, sentence
-from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import (
     AnyJudger,
     BaseJudger,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
-from loopwright.core.reward import Reward
+from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import JudgeFailed
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from loopwright.agents import agents
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LedgerError, Problem, did_you_mean, storage
 from loopwright.core.imports import import_function
-from loopwright.core.reward import Penalties, RewardFunction, rewards
+from loopwright.core.trial import Penalties, RewardFunction, rewards
 from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer

@@ -7,9 +7,9 @@ from loopwright.agents import agents
 from loopwright.agents.search.base import SearchAgent
 from loopwright.agents.search.grid_random import RandomPolicy, RandomSearch
 from loopwright.core.agent import Agent
-from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem, ScenarioError
 from loopwright.core.imports import import_function
+from loopwright.core.trial import key_of
 from loopwright.envs.live.address import Address
 from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.config import LiveConfig

@@ -15,7 +15,7 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import Problem, did_you_mean
 from loopwright.core.expression import Expression
 from loopwright.core.imports import import_function
-from loopwright.core.reward import Identity, Objectives
+from loopwright.core.trial import Identity, Objectives
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.execution.system import SystemConfig

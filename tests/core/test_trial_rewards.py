@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from loopwright.core.reward import (
+from loopwright.core.trial import (
     ExpressionReward,
     Identity,
     Inverse,
