@@ -8,6 +8,7 @@ import pytest
 
 from loopwright.core.episode import Node
 from loopwright.core.errors import StorageError
+from loopwright.gateway.dialects.base import TurnRequest
 from loopwright.gateway.sessions.graph import key_of
 from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_statement
 from tests.gateway.harness import ADD, run, serve, user
@@ -66,6 +67,27 @@ def test_t04_a_call_that_is_alone_does_not_wait_for_others(tmp_path):
             assert not later.done(), "others may write in the same iteration of the event loop"
             await later
             assert [session for session, *_ in calls_of(store)] == ["a", "b", "c"]
+
+    run(story)
+
+
+def test_t04_calls_that_arrive_together_share_their_commits(tmp_path):
+    async def story():
+        async with serve(output=tmp_path) as gateway:
+            sessions = [(await gateway.open(f"s{n}")).served for n in range(8)]
+            requests = [TurnRequest([user(f"{n}")], session.config.defaults) for n, session in enumerate(sessions)]
+            statements = []
+            for connection in gateway.store.connections:
+                connection.set_trace_callback(statements.append)
+            calls = [
+                session.call("chat.completions", request, b"digest", is_retry=False)
+                for session, request in zip(sessions, requests, strict=True)
+            ]
+            for call in calls:
+                call.join()
+            await asyncio.gather(*(call.result() for call in calls))
+            assert statements.count("COMMIT") == 2, "one for all intents, and one for all results"
+            assert gateway.store.calls == 0
 
     run(story)
 

@@ -96,6 +96,8 @@ class SessionCall:
             self.deltas, self._abandoned = [], False
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._on_done)
+            if self.owner.store is not None:
+                self.owner.store.calls += 1
 
     def leave(self, *, is_delivered: bool) -> None:
         """Stop following, with or without the whole response. Without followers, sampling stops."""
@@ -209,6 +211,8 @@ class SessionCall:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             task.exception()  # raised to followers; without any, asyncio must not log it as never retrieved
+        if self.owner.store is not None:
+            self.owner.store.calls -= 1
         if task is self._task:  # here, because a task that is cancelled at once never starts
             for draft in self.drafts:
                 self.owner.session.release(draft)
@@ -241,17 +245,13 @@ class SessionCall:
         """Sample, with the intent stored before and the result after it."""
         owner, has_intent = self.owner, False
         owner.unsaved.add(self)
-        store.calls += 1
         try:
             await owner.save(self._intents())
             has_intent = True
             return await self._sample()
         finally:
             # What was sampled is stored, even if nobody follows any more.
-            try:
-                await owner.save(self._results() if has_intent else self.statements())
-            finally:
-                store.calls -= 1
+            await owner.save(self._results() if has_intent else self.statements())
             owner.unsaved.discard(self)
 
     async def _sample(self) -> list[Turn]:
