@@ -25,12 +25,15 @@ def train(groups):
 
 
 async def main(output):
+    checkpoint = Path(output) / "checkpoint"  # yours has the weights, too
     async with loopwright.Producer(SCENARIO, output=output) as producer:
-        if producer.version:  # an earlier process trained: publish the weights of your checkpoint first
-            await producer.publish(None, producer.version)
+        if checkpoint.exists():  # an earlier process trained: publish its weights first
+            await producer.publish(None, int(checkpoint.read_text()))
         while groups := await producer.batch(8):
-            await producer.publish(train(groups), producer.version + 1)
-            producer.trained(groups)  # after your own checkpoint
+            weights, version = train(groups), producer.version + 1
+            await producer.publish(weights, version)
+            checkpoint.write_text(str(version))
+            producer.trained(groups)  # after your checkpoint
 
 
 if __name__ == "__main__":

@@ -86,8 +86,9 @@ def test_an_exception_of_the_trainer_closes_it_and_repeats_what_was_not_trained(
             producer.trained(first)
             with pytest.raises(ValueError, match="Pass what `batch` returned"):
                 producer.trained(first)
-            with pytest.raises(ValueError, match="older than the published version 1"):
-                await producer.publish(None, 0)
+            for old in (0, 1):
+                with pytest.raises(ValueError, match=f"version {old} is in use; new weights need version 2 or later"):
+                    await producer.publish(None, old)
             trained.update(group.number for group in first)
             taken.update(group.number for group in second)
             raise ZeroDivisionError
@@ -130,6 +131,25 @@ def test_what_was_in_production_continues_with_the_weights_that_are_published_fi
     asyncio.run(main(again=True))
     with loopwright.Ledger.read(tmp_path / "out/own/ledger.db") as ledger:
         assert {span.version for each in rollouts(ledger) for node in each.episode.nodes for span in node.spans} == {5}
+
+
+def test_t06_after_a_crash_before_the_checkpoint_other_weights_get_another_version(tmp_path):
+    async def main(*checkpoint):
+        settings = {"run.engine.token_s": 0.01}
+        async with loopwright.Producer(SCENARIO, output=tmp_path / "out", set=settings) as producer:
+            if checkpoint:
+                await producer.publish(None, *checkpoint)
+            await producer.batch(3)
+            published.append(producer.version + 1)
+            await producer.publish(None, producer.version + 1)
+            await producer.batch(3)
+            raise ZeroDivisionError  # before the checkpoint of these weights
+
+    published = []
+    for checkpoint in ((), (0,), (1,), (1,)):
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(main(*checkpoint))
+    assert published == [1, 2, 3, 4]
 
 
 def test_batches_that_are_requested_at_the_same_time_are_separate(tmp_path):

@@ -74,7 +74,7 @@ class Producer:
 
     @property
     def version(self) -> int:
-        """The version of the weights that were published last, also by an earlier process; 0 if none were."""
+        """The newest version that was published, also by an earlier process; 0 if none was."""
         env, _ = self._open_production()
         return int(env.book.ledger.state("version", 0))
 
@@ -98,14 +98,18 @@ class Producer:
     async def publish(self, weights: Any, version: int) -> None:
         """Give the engine new weights. Groups older than `produce.max_staleness` versions expire.
 
-        After a restart the engine has its first weights again: publish those of your checkpoint before the first
-        `batch`, with their version.
+        Tokens carry the version of the weights that sampled them, so new weights need a number of their own. After a
+        restart the engine has its first weights again: publish those of your checkpoint before the first `batch`, with
+        the version that they had.
         """
         env, producer = self._open_production()
-        if version < producer.version:
-            raise ValueError(f"version {version} is older than the published version {producer.version}")
+        newest = self.version
+        if version <= newest and self._is_restored:
+            raise ValueError(f"version {version} is in use; new weights need version {newest + 1} or later")
+        # Before any token is sampled with them: a crash must not give the same number to other weights.
+        env.book.ledger.set_state("version", max(version, newest))
+        env.book.ledger.flush()
         await producer.update(version, weights)
-        env.book.ledger.set_state("version", version)
         self._restore(producer)
 
     def trained(self, groups: Sequence[Group]) -> None:
