@@ -76,9 +76,7 @@ def rewards(directory, model, slowdown):
     ]
 
 
-@pytest.mark.parametrize(
-    "model", ["tiny", pytest.param("smollm2", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_p02_a_real_model_at_a_tenth_of_its_speed_changes_no_reward(tmp_path, model):
     fast, _ = rewards(tmp_path / "fast", model, 1)
     slow, engine_s = rewards(tmp_path / "slow", model, 10)
