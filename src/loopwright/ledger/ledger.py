@@ -54,7 +54,7 @@ _SET_RESULT = (
 _SET_FIRST_RESULT, _SET_LATER_RESULT = f"{_SET_RESULT} NULL", f"{_SET_RESULT} ?"
 _SET_ATTEMPT = (
     "INSERT INTO attempts (trial, attempt, handle, started_at) "
-    "SELECT ?1, count(*) + (count(*) = count(ended_at)), ?2, ?3 FROM attempts WHERE trial = ?1 "
+    "SELECT ?, count(*) + (count(*) = count(ended_at)), ?, ? FROM attempts WHERE trial = ? "
     "ON CONFLICT DO UPDATE SET handle = excluded.handle RETURNING attempt, started_at"
 )
 _ATTEMPT = returning("trial, attempt", KINDS["attempt"].columns)
@@ -182,7 +182,9 @@ class Ledger(AbstractContextManager["Ledger"]):
         It belongs to the open attempt at the trial, whose number is returned; if there is none, it opens one.
         """
         with self.transaction as connection:
-            ((attempt, started_at),) = connection.execute(_SET_ATTEMPT, (number, handle, time.time())).fetchall()
+            ((attempt, started_at),) = connection.execute(
+                _SET_ATTEMPT, (number, handle, time.time(), number)
+            ).fetchall()
             self.chain.add("attempt", number, (handle, started_at, None, None, None), str(attempt))
         return int(attempt)
 
