@@ -366,14 +366,14 @@ def test_p05_a_kind_of_task_that_got_worse_is_named(tmp_path):
         for step, letters in ((0, 0.9), (5, 0.2)):
             kinds = {
                 f"reward[{kind}]{end}": mean + width
-                for kind, mean in (("letters", letters), ("sums", 0.5))
+                for kind, mean in (("letters", letters), ("sums", 0.5), ("two tasks", letters))
                 for end, width in (("", 0.0), ("_low", -0.1), ("_high", 0.1))
-            }
+            } | {"reward[letters]_tasks": 6, "reward[two tasks]_tasks": 2}
             bounds = {"reward_low": 0.4, "reward_high": 0.8}
             training.steps.add("eval", Step(step, 0.0, {"reward": 0.6, "tasks": 8, **bounds, **kinds}))
         event, lines = training_result(read_training(ledger))
     assert "The policy got worse at 'letters': 0.9 (0.8 … 1) → 0.2 (0.1 … 0.3)." in lines
-    assert not any("worse at 'sums'" in line for line in lines)
+    assert not any(f"worse at '{kind}'" in line for line in lines for kind in ("sums", "two tasks"))
     assert any(line.startswith("reward[sums] 0.5 (95 %: 0.4 … 0.6)") for line in lines)
     assert event["held_out"][-1]["reward[letters]"] == 0.2
 

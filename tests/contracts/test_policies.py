@@ -152,14 +152,15 @@ def test_p04_the_model_card_states_data_steps_reward_and_audit(tmp_path):
     with closing(Ledger.create(tmp_path / "ledger.db")) as ledger:
         training = Training(ledger)
         training.train(1, updates=1.0, trained_episodes=4.0, episodes=4.0, mismatch_max=0.002)
+        training.train(2, updates=1.0, trained_episodes=4.0, episodes=4.0, mismatch_max=1.3, staleness=0.5)
         card = model_card(ledger, "smollm2")
     assert card.startswith("---\nlibrary_name: transformers\n")
     for text in (
         "from `smollm2`",
-        "1 of 20 steps, on 4 of its own rollouts",
+        "2 of 20 steps, on 8 of its own rollouts",
         "Tasks: `",
         "Judger: `",
-        "differed by at most 0.002",
+        "In 1 step without stale rollouts, recorded and recomputed logprobs of a token differed by at most 0.002",
         "loopwright audit",
     ):
         assert text in card

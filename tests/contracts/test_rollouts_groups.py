@@ -97,7 +97,7 @@ def test_l13_shortages_are_in_the_terminal_the_report_and_the_ledger(tmp_path):
     )
     campaign = Campaign(tmp_path, SCENARIO)
     run = campaign.call("run")
-    assert "had fewer than 4 judged rollouts (`min_group`) and were replaced" in run.err, run.err
+    assert "groups with fewer than 4 judged rollouts (`min_group`) are replaced" in run.err, run.err
     with Ledger.read(campaign.output / "r" / "ledger.db") as ledger:
         statuses = dict(ledger.transaction.rows("SELECT status, count(*) FROM groups GROUP BY 1"))
         unused = "SELECT outcome, count(*) FROM groups JOIN trials USING (grp) WHERE status = 'short' GROUP BY 1"

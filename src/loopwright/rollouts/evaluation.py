@@ -81,7 +81,7 @@ def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str
 def rewards_by_kind(groups: Sequence[Group], *, seed: str) -> dict[str, float]:
     """Mean reward and 95 % interval of each source and of each kind of task (`data_source`), where there are several.
 
-    The names are `reward[KIND]`, `reward[KIND]_low` and `reward[KIND]_high`.
+    The names are `reward[KIND]`, `reward[KIND]_low` and `reward[KIND]_high`; `reward[KIND]_tasks` is how many tasks.
     """
     results: dict[str, float] = {}
     for field in ("source", "data_source"):
@@ -94,4 +94,5 @@ def rewards_by_kind(groups: Sequence[Group], *, seed: str) -> dict[str, float]:
         for kind, values in means.items() if len(means) > 1 else ():
             bounds = interval(values, f"{seed}:{kind}")
             results |= {f"reward[{kind}]{end}": value for end, value in zip(("", "_low", "_high"), bounds, strict=True)}
+            results[f"reward[{kind}]_tasks"] = len(values)
     return results

@@ -189,10 +189,10 @@ class GroupProducer:
         if (short := self.discarded.groups["short"]) and not self._warned_short:
             self._warned_short = True
             log.warning(
-                "%d groups had fewer than %d judged rollouts (`min_group`) and were replaced; the last failure: %s. "
-                "The report counts further ones.",
-                short,
+                "groups with fewer than %d judged rollouts (`min_group`) are replaced, %d so far; the last failure: "
+                "%s. The report counts further ones.",
                 self.min_group,
+                short,
                 self.discarded.last_failure,
             )
 

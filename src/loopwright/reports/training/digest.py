@@ -205,7 +205,8 @@ def _regressions(digest: TrainingDigest) -> list[str]:
     for name in kinds(digest) if digest.ends is not None else ():
         first, last = (step.numbers for step in digest.ends or ())
         low, high = first.get(f"{name}_low"), last.get(f"{name}_high")
-        if is_number(low) and is_number(high) and high < low:
+        is_few = min(step.get(f"{name}_tasks", _FEWEST) for step in (first, last)) < _FEWEST
+        if is_number(low) and is_number(high) and high < low and not is_few:
             change = (
                 f"{number(first[name], 3)} ({bounds(first, name)}) → {number(last[name], 3)} ({bounds(last, name)})"
             )

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.formatting import number
+from loopwright.reports.formatting import counted, number
 from loopwright.reports.training.digest import read_training, verdict, warnings
 
 
@@ -14,11 +14,16 @@ def model_card(ledger: Ledger, model: str) -> str:
     digest = read_training(ledger)
     settings = "\n".join(f"| `{name}` | `{_text(value)}` |" for name, value in digest.agent.items())
     caveats = "".join(f"- {line}\n" for line in warnings(digest)) or "- None were noticed.\n"
-    differences = [value for step in digest.train if (value := step.numbers.get("mismatch_max")) is not None]
+    # Logprobs of stale rollouts also differ because the policy has changed since.
+    fresh = [step.numbers for step in digest.train if not step.numbers.get("staleness")]
+    differences = [value for numbers in fresh if (value := numbers.get("mismatch_max")) is not None]
     mismatch = ""
     if differences:
-        largest = number(max(differences))
-        mismatch = f"In training, recorded and recomputed logprobs of a token differed by at most {largest}.\n"
+        largest, steps = number(max(differences)), counted(len(differences), "step")
+        mismatch = (
+            f"In {steps} without stale rollouts, recorded and recomputed logprobs of a token differed by at most "
+            f"{largest}.\n"
+        )
     return f"""---
 library_name: transformers
 tags: [loopwright, reinforcement-learning]

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Kind, Step, steps
-from loopwright.reports.formatting import number
+from loopwright.reports.formatting import counted, number
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.training.digest import bounds, is_number, value_of
 
@@ -85,7 +85,7 @@ class TrainingProgress:
         for name in ("kl", "entropy"):
             parts += [f"{_CURVES[name]} {number(value, 3)}" for value in self._values("train", name)[-1:]]
         if short := sum(self._values("train", "short")):
-            parts.append(f"{number(short)} short groups")
+            parts.append(counted(int(short), "short group"))
         return parts
 
     def speed(self) -> list[str]:

@@ -278,7 +278,7 @@ class RayPool(Pool):
             )
         if losses > 1:
             raise WorkerLost(
-                f"pool {self._name!r}: two workers died during this call, the last one with {reason}. "
+                f"pool {self._name!r}: two workers died during this call, the last one with {reason.rstrip('.')}. "
                 "See Ray's logs of its process (/tmp/ray/session_latest/logs)."
             )
 
