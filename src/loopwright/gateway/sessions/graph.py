@@ -45,6 +45,8 @@ RAW = "prompt"
 
 _Context = tuple[list[Tool], dict[str, Any]]
 """What a conversation is rendered with: its tools, and the arguments for the chat template."""
+_Recent = tuple[list[Message], list[Message], _Context, list[int]]
+"""A conversation as it was sent, our own copies of its messages, its context and nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,7 @@ class Graph:
         self._latest: tuple[int, int, Ids] = (0, 0, array("q"))
         """A node, how many ids there are up to its end, and the prompt that started with them."""
         self._latest_placement: tuple[TurnOptions, Placement] | None = None
-        self._recent: list[tuple[list[Message], list[Message], _Context, list[int]]] = []
-        """Conversations as they were sent, our own copies of their messages, their contexts and nodes."""
+        self._recent: list[_Recent] = []
 
     def place(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: TurnOptions = PLAIN, *, frozen: bool = False
@@ -96,18 +97,16 @@ class Graph:
             return Placement(node, (), verdict, options)
         if self._forks:
             messages = _without_old_reasoning(messages)
+        sent, context = list(messages), (list(tools), dict(options.chat_template_kwargs))
+        recent = self._find_recent(sent, context)
         try:
-            has_results = "tool" in map(_ROLE, messages)
+            has_results = "tool" in map(_ROLE, sent[len(recent[0]) :])
         except KeyError as error:
             raise ValueError("a message needs a role") from error
-        sent = _arranged(messages) if has_results else list(messages)
-        context = list(tools), dict(options.chat_template_kwargs)
-        prefix, nodes = list[Message](), [0]
-        for index, (former, copies, former_context, former_nodes) in enumerate(self._recent):
-            if len(former) <= len(sent) and sent[: len(former)] == former and context == former_context:
-                prefix, nodes = copies, former_nodes  # sent in this form before: a turn costs only what is new in it
-                del self._recent[index]
-                break
+        if has_results:
+            sent = _arranged(messages)
+            recent = self._find_recent(sent, context)
+        _, prefix, _, nodes = recent
         if len(sent) - len(prefix) > _MAX_NEW:
             raise ValueError(f"messages: {len(sent) - len(prefix)} of them are new; a request may add {_MAX_NEW}")
         more = [copy_message(message) for message in sent[len(prefix) :]]
@@ -128,9 +127,17 @@ class Graph:
             self._latest_placement = options, placement
         # Python considers 1, 1.0 and true equal; as arguments of a call they differ, unless they are still JSON text.
         if all(isinstance(call["function"].get("arguments"), str) for m in more for call in m.get("tool_calls") or ()):
-            self._recent.insert(0, (sent if frozen else messages, messages, context, nodes))
-            del self._recent[_MAX_RECENT:]
+            others = [each for each in self._recent if each is not recent]
+            self._recent = [(sent if frozen else messages, messages, context, nodes), *others[: _MAX_RECENT - 1]]
         return placement
+
+    def _find_recent(self, sent: list[Message], context: _Context) -> _Recent:
+        """The conversation that was sent in this form before, up to some message: a turn costs only what is new."""
+        for recent in self._recent:
+            former, _, former_context, _ = recent
+            if len(former) <= len(sent) and sent[: len(former)] == former and context == former_context:
+                return recent
+        return [], [], context, [0]
 
     def _first_key(self, key: Key, context: _Context) -> Key:
         """The first message is rendered with the tools: with other tools it is another message."""
