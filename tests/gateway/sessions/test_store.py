@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import time
 from contextlib import closing, contextmanager
 
 import pytest
@@ -10,6 +11,7 @@ from loopwright.core.episode import Node
 from loopwright.core.errors import StorageError
 from loopwright.gateway.dialects.base import TurnRequest
 from loopwright.gateway.sessions.graph import key_of
+from loopwright.gateway.sessions.session_config import is_generated, is_id, new_id
 from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_statement
 from tests.gateway.harness import ADD, run, serve, user
 
@@ -90,6 +92,16 @@ def test_t04_calls_that_arrive_together_share_their_commits(tmp_path):
             assert gateway.store.calls == 0
 
     run(story)
+
+
+def test_t05_generated_ids_start_with_the_time_and_are_recognised():
+    earlier = int(time.time())
+    id = new_id()
+    assert is_id(id)
+    assert earlier <= int(id[2:10], 16) <= time.time(), "neighbours in the indexes were opened at the same time"
+    assert is_generated(id)
+    assert is_generated("s-0123456789abcdef"), "as in stores of before"
+    assert not is_generated("s-trial-7")
 
 
 def test_t04_a_call_that_was_given_up_and_begins_again_has_not_ended(tmp_path):
