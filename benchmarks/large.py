@@ -46,7 +46,7 @@ def fill(directory: Path, trials: int = TRIALS) -> Path:
     try:
         for number in range(1, trials + 1):
             action = {"x": random.uniform(-5, 5), "y": random.uniform(-5, 5), "z": random.uniform(0, 9)}
-            trial = book.new_trial(action, group=book.new_group(), key=f"{number:064x}")
+            trial = book.new_trial(action, group=number, key=f"{number:064x}")
             book.ledger.reserve([trial], hold=True)
             loss = action["x"] ** 2 + action["y"] ** 2 + action["z"]
             reward = Reward(-loss, {"loss": loss})

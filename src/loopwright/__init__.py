@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from loopwright.rollouts.judgers.base import Judger, JudgerConfig, Payload
     from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
     from loopwright.rollouts.tasks.sources import TasksConfig
-    from loopwright.scenario.dispatch import dispatch
-    from loopwright.scenario.load import load
+    from loopwright.scenario.dispatch import dispatch, load
     from loopwright.scenario.make import make
     from loopwright.spaces.parameter import ContinuousSpace
     from loopwright.spaces.space import Space

@@ -32,15 +32,13 @@ class AnySpace:
     """A space that contains every action."""
 
     size = None
+    constraints = ()
 
     def validate(self, action: Action) -> Action:
         return action
 
     def arguments(self, action: Action, regime: Regime) -> Mapping[str, Any]:
         return {**action, **regime}
-
-    def violated(self, action: Action, regime: Regime) -> str | None:
-        return None
 
 
 class Function(Workload):

@@ -205,7 +205,7 @@ def test_r06_the_best_mean_cvar_and_worst_case_each_have_an_interval(tmp_path):
     with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
         best = recommend(stored_trials(ledger), ledger.state("run"))
     assert best.front[0].action == {"x": 2}
-    assert best.front[0].reward == pytest.approx(7.3)
+    assert best.front[0].objectives[0] == pytest.approx(7.3)
     robust = {choice.rule: choice for choice in best.robust}
     assert robust["worst case"].action == robust["CVaR"].action == {"x": 1}
     assert all(choice.estimate.interval is not None for choice in best.robust)

@@ -257,6 +257,8 @@ class Noting(Observer):
 
 def test_s09_constraint_failures_are_trials_like_any_other(tmp_path):
     class Forbidding(AnySpace):
+        constraints = ("x < 2",)
+
         def violated(self, action, regime):
             return "constraint 'x < 2' is not met" if action["x"] >= 2 else None
 

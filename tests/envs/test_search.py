@@ -35,6 +35,8 @@ class Measuring(Workload):
 class Numbers(AnySpace):
     """Numbers below 100."""
 
+    constraints = ("x < 100",)
+
     def validate(self, action):
         if isinstance(action["x"], str):
             raise InvalidAction(f"x: {action['x']!r} is not a number")

@@ -13,7 +13,7 @@ from gymnasium.utils.env_checker import check_env
 import loopwright
 from loopwright.core.errors import OutputBusy, ScenarioError
 from loopwright.envs.live.server import ServerError
-from loopwright.scenario.dispatch import write_all
+from loopwright.reports.page import write_all
 
 DRAWN = {
     "workload": '[run.workload]\ntype = "command"\ncommand = "echo y={x} of {size}"\n'

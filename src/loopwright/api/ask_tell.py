@@ -15,7 +15,8 @@ from loopwright.core.errors import LoopwrightError, Problem, ScenarioError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.envs.search import SearchEnv
-from loopwright.scenario.dispatch import begin, build, hold, write_all
+from loopwright.reports.page import write_all
+from loopwright.scenario.dispatch import begin, build, hold
 from loopwright.scenario.load import load
 from loopwright.scenario.make import select_run
 from loopwright.workloads.base import Job

@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from loopwright.core.errors import LoopwrightError, Problem, ScenarioError
+from loopwright.reports.page import write_all
 from loopwright.rollouts.config import RolloutAgentConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import Group
 from loopwright.rollouts.producer import GroupProducer
-from loopwright.scenario.dispatch import begin, hold, write_all
+from loopwright.scenario.dispatch import begin, hold
 from loopwright.scenario.kinds.base import BuildContext, LoadedScenario
 from loopwright.scenario.kinds.rollout import RolloutRun
 from loopwright.scenario.load import load

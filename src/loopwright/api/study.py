@@ -282,7 +282,7 @@ def _result(candidate: Candidate, trials: Sequence[Trial], objectives: Sequence[
     common = set.intersection(*(set(trial.metrics) for trial in trials))
     return BestResult(
         params=candidate.action,
-        value=first.value(candidate.reward),
+        value=first.value(candidate.objectives[0]),
         interval=first.interval(intervals[0]),
         metrics={name: fmean(trial.metrics[name] for trial in trials) for name in trials[0].metrics if name in common},
         trials=candidate.trials,

@@ -4,7 +4,7 @@ import typer
 
 from loopwright.cli.options import OutputArgument
 from loopwright.ledger.outputs import run_ledgers
-from loopwright.scenario.dispatch import write_all
+from loopwright.reports.page import write_all
 
 
 def command(output: OutputArgument) -> None:

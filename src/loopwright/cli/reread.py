@@ -16,7 +16,8 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Objectives, Result, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number, pairs
-from loopwright.scenario.dispatch import hold, reopen, write_all
+from loopwright.reports.page import write_all
+from loopwright.scenario.dispatch import hold, reopen
 from loopwright.scenario.load import load
 from loopwright.workloads.command import PatternTimeout, read_metrics
 from loopwright.workloads.command_config import CommandConfig

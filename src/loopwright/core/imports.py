@@ -91,7 +91,8 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
 
     __getattr__ = lazy_exports(__name__)
 
-    The block for type checkers says which names there are, and where, so that they are listed once.
+    The block for type checkers says which names there are, and where, so that they are listed once. The names of one
+    line arrive together, and are ordinary attributes from then on.
     """
 
     @cache
@@ -105,6 +106,10 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
         # Python asks for names such as `__path__`, which no module exports.
         if name.startswith("__") or name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_with_extra(modules()[name], name), name)
+        module, namespace = import_with_extra(modules()[name], name), vars(sys.modules[package])
+        for each, source in modules().items():
+            if source == modules()[name]:
+                namespace.setdefault(each, getattr(module, each))
+        return getattr(module, name)
 
     return load

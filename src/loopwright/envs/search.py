@@ -152,7 +152,8 @@ class SearchEnv:
         regime, book, rules = previous.context, self.book, self.rules
         if previous.draw is not None:
             book.draw = max(book.draw, previous.draw)
-        group, first = book.new_group(), 0
+        book.group = group = book.group + 1
+        first = 0
         question: tuple[Any, ...] = ()
         try:
             action, invalid = self.space.validate(action), None
@@ -276,7 +277,7 @@ class SearchEnv:
             if hash(trial.key) in self._answered and (cached := self.book.ledger.find(trial.key)):
                 source = str(cached.number)
                 return Result(cached.outcome or Outcome.OK, cached.metrics, cached.reason, cached_from=source)
-        if violation := self.space.violated(trial.action, trial.regime):
+        if self.space.constraints and (violation := self.space.violated(trial.action, trial.regime)):
             return Result(Outcome.INFEASIBLE, reason=violation)
         if caches and self._shared and (shared := self._shared.find(trial.key)):
             return Result(Outcome.OK, shared[1], cached_from=shared[0])

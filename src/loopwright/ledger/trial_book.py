@@ -56,7 +56,7 @@ class Observers(list[Observer]):
 class TrialBook:
     """Numbers trials, reserves them, commits their results. Every environment owns one; no two runs share one.
 
-    >>> trial = book.new_trial({"x": 1}, group=book.new_group())
+    >>> trial = book.new_trial({"x": 1}, group=1)
     ... book.ledger.reserve([trial])
     ... trial = book.commit(trial, Result(Outcome.OK, {"y": 2.0}, reward=Reward(2.0)))
     """
@@ -75,7 +75,7 @@ class TrialBook:
         self.budget, self.count_cached = budget, count_cached
         self.observers = Observers(observers)
         self.step, self.group, self.draw = ledger.last()
-        """The last trial number, group and draw of the run."""
+        """The last trial number, group and draw of the run. A new group or draw is one more."""
         self.uncounted = 0 if count_cached else ledger.counts()["cached"]
         """How many trials so far do not use up budget."""
         self.doubt: str | None = None
@@ -95,11 +95,6 @@ class TrialBook:
         """Advance the trial counter. Nothing else does, and only environments call it."""
         self.step += 1
         return self.step
-
-    def new_group(self) -> int:
-        """The number of the next group."""
-        self.group += 1
-        return self.group
 
     def new_trial(
         self,

@@ -1,10 +1,12 @@
 """The report: one HTML file made from the ledgers alone, which opens from disk and needs no network."""
 
+import logging
 import os
 import re
 import shlex
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -16,8 +18,10 @@ from urllib.parse import quote
 import orjson
 
 from loopwright.core.errors import LoopwrightError
+from loopwright.ledger.check import check_ledger
+from loopwright.ledger.ledger import Ledger
 from loopwright.reports import formatting
-from loopwright.reports.export import replacing
+from loopwright.reports.export import replacing, write_best, write_csv
 from loopwright.reports.kinds import KINDS, read_run
 from loopwright.reports.search.digest import Digest
 from loopwright.selection.recommendation import Recommendation
@@ -25,6 +29,7 @@ from loopwright.selection.recommendation import Recommendation
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+log = logging.getLogger(__name__)
 _STATIC = Path(__file__).parent / "static"
 _TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")
 """Any of these shows that a folder belongs to a run, even if its ledger is gone."""
@@ -54,6 +59,44 @@ class ReadRuns:
     def best(self, folder: Path) -> Recommendation | None:
         """The answer of a search, if it was read."""
         return next((each.best for each in self.digests if each.folder == folder and each.kind == "search"), None)
+
+
+def write_all(output: Path, *, check: bool = False) -> int:
+    """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure.
+
+    Nothing is raised, since that would hide the error of a run. With `check`, a damaged ledger is a failure, and its
+    run is shown as damaged. A run that this process continued was checked when its ledger was opened.
+    """
+    paths = sorted(output.glob("*/ledger.db"))
+    damage: dict[str, str] = {}
+    for path in paths if check else ():
+        try:
+            damage |= {path.parent.name: problem} if (problem := check_ledger(path).message) else {}
+        except LoopwrightError as error:
+            damage[path.parent.name] = str(error)
+    failures = list[str](damage.values())
+
+    @contextmanager
+    def collecting() -> Iterator[None]:
+        try:
+            yield
+        except (LoopwrightError, OSError) as error:
+            failures.append(str(error))
+        except Exception as error:
+            log.exception("unexpected error in a report; the ledgers are complete, and `loopwright report` tries again")
+            failures.append(f"the report could not be made: {type(error).__name__}: {error}")
+
+    with collecting():
+        runs = read_runs(output, damage)
+        for path in paths:
+            with collecting(), Ledger.read(path) as ledger:
+                write_csv(ledger, path.parent)
+                write_best(ledger, path.parent / "best.toml", runs.best(path.parent))
+        with collecting():
+            write_report(output, runs)
+    for failure in dict.fromkeys(failures):
+        log.error("%s", failure)
+    return 1 if failures else 0
 
 
 def write_report(output: Path, runs: ReadRuns | None = None) -> Path:

@@ -149,7 +149,7 @@ class RolloutEnv:
 
         `again` is the number of an expired group whose prompt is attempted again.
         """
-        number = self.book.new_group()
+        self.book.group = number = self.book.group + 1
         trials = [self._new_trial(prompt.action, number, repeat) for repeat in range(size)]
         self.buffer.open(number, prompt.source, trials, again=again)
         return self._group(number, prompt, size, trials)
@@ -200,7 +200,7 @@ class RolloutEnv:
 
     def open_evaluation_group(self, prompt: Prompt, step: int, samples: int, repeat: int = 0) -> Group:
         """A group of an evaluation: it is never trained on."""
-        number = self.book.new_group()
+        self.book.group = number = self.book.group + 1
         action = {**prompt.action, "evaluated": step, **({"repeat": repeat} if repeat else {})}
         trials = [self._new_trial(action, number, repeat) for repeat in range(samples)]
         self.book.ledger.reserve(trials, hold=True)

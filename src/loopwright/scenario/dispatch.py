@@ -27,13 +27,12 @@ from loopwright.core.outcome import Outcome
 from loopwright.envs.live.server import GymServer, ServerError, ServerLost
 from loopwright.envs.live.watchdog import server_calls, stack_of
 from loopwright.execution.local.processes import IGNORED
-from loopwright.ledger.check import check_ledger
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import Observer, RunStopped, TrialBook
-from loopwright.reports.export import replacing, write_best, write_csv
-from loopwright.reports.page import read_runs, write_report
+from loopwright.reports.export import replacing
+from loopwright.reports.page import write_all
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
-from loopwright.scenario.load import load
+from loopwright.scenario.load import load as load  # the front door exports both
 from loopwright.scenario.plain import PlainRuns
 
 log = logging.getLogger(__name__)
@@ -289,44 +288,6 @@ def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: 
         (output / _FAILURE_FILE).write_text(text)
     except (OSError, LoopwrightError):
         log.warning("the failure could not be written to %s", output)
-
-
-def write_all(output: Path, *, check: bool = False) -> int:
-    """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure.
-
-    Nothing is raised, since that would hide the error of a run. With `check`, a damaged ledger is a failure, and its
-    run is shown as damaged. A run that this process continued was checked when its ledger was opened.
-    """
-    paths = sorted(output.glob("*/ledger.db"))
-    damage: dict[str, str] = {}
-    for path in paths if check else ():
-        try:
-            damage |= {path.parent.name: problem} if (problem := check_ledger(path).message) else {}
-        except LoopwrightError as error:
-            damage[path.parent.name] = str(error)
-    failures = list[str](damage.values())
-
-    @contextmanager
-    def collecting() -> Iterator[None]:
-        try:
-            yield
-        except (LoopwrightError, OSError) as error:
-            failures.append(str(error))
-        except Exception as error:
-            log.exception("unexpected error in a report; the ledgers are complete, and `loopwright report` tries again")
-            failures.append(f"the report could not be made: {type(error).__name__}: {error}")
-
-    with collecting():
-        runs = read_runs(output, damage)
-        for path in paths:
-            with collecting(), Ledger.read(path) as ledger:
-                write_csv(ledger, path.parent)
-                write_best(ledger, path.parent / "best.toml", runs.best(path.parent))
-        with collecting():
-            write_report(output, runs)
-    for failure in dict.fromkeys(failures):
-        log.error("%s", failure)
-    return 1 if failures else 0
 
 
 # -- the output directory ------------------------------------------------------------------------------------------

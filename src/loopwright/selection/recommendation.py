@@ -27,6 +27,7 @@ class Candidate:
 
     action: Action
     objectives: tuple[float, ...]
+    """Each is the weighted mean over regimes of the mean over repeats."""
     trials: tuple[int, ...]
     """The trials that the numbers come from."""
     spread: float | None
@@ -35,11 +36,6 @@ class Candidate:
     """The 95 % confidence interval of each objective; None if it was measured once."""
     confirmed: bool = False
     """Whether the numbers come from fresh measurements, after the search."""
-
-    @property
-    def reward(self) -> float:
-        """The first objective: the weighted mean over regimes of the mean over repeats."""
-        return self.objectives[0]
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,7 @@ def _confirmed(
         if len(group) == widest > 1:
             robust.add(group)
     candidates = {key: _candidate(groups[key], weights, len(fresh), confirmed=True, spreads=spreads) for key in alive}
-    ranked = sorted(candidates, key=lambda key: -candidates[key].reward)
+    ranked = sorted(candidates, key=lambda key: -candidates[key].objectives[0])
     front = pareto(list(candidates.values())) if width > 1 else [candidates[key] for key in ranked[:1]]
     best = ranked[0] if ranked and width == 1 else None
     return Recommendation(

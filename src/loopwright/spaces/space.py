@@ -106,8 +106,6 @@ class Space:
 
     def violated(self, action: Action, regime: Regime) -> str | None:
         """The constraint that this action breaks under this regime, if any; one on an absent parameter is met."""
-        if not self._constraints:
-            return None
         values = self.arguments(action, regime)
         for constraint in self._constraints:
             if not constraint.names <= values.keys():

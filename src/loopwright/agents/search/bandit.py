@@ -78,11 +78,9 @@ class Bandit(SpaceAgent):
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         random = Random(f"{self.config.seed}:bandit:{n}:{retry}")
         regime = key_of(observation.context)
-        alive = [
-            arm
-            for arm, action in self._arms.items()
-            if not self.has_failed(action, observation.context) and not self.space.violated(action, observation.context)
-        ]
+        alive = [arm for arm, action in self._arms.items() if not self.has_failed(action, observation.context)]
+        if self.space.constraints:
+            alive = [arm for arm in alive if not self.space.violated(self._arms[arm], observation.context)]
         if self._tries_all and (untried := [arm for arm in alive if not self._pulls[arm, regime].n]):
             return self._arms[random.choice(untried)]
         # The variance of repeats under the regime; without repeats, the spread of all rewards there.

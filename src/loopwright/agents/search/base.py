@@ -239,7 +239,8 @@ class SpaceAgent(SearchAgent):
                 # Whether this point fails is not known yet: wait, so that the choice never depends on timing.
                 self._waiting = retry, action
                 return None
-            if pinned or not (point in self._failed or self.avoids(action, observation, retry)):
+            avoided = point in self._failed or (self.heeds_constraints and self.avoids(action, observation, retry))
+            if pinned or not avoided:
                 self.proposed, self._open[n] = n, point
                 return action
             retry += 1
@@ -252,8 +253,7 @@ class SpaceAgent(SearchAgent):
 
     def avoids(self, action: Action, observation: Observation, retry: int) -> bool:
         """Whether to try for another point first, because this one breaks a constraint."""
-        heeds = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
-        return heeds and self.space.violated(action, observation.context) is not None
+        return retry < _RETRIES_FOR_CONSTRAINTS and self.space.violated(action, observation.context) is not None
 
     def other(self, n: int, observation: Observation) -> Action | None:
         """Any point that has not failed, once all of the agent's own proposals have; None if every point has."""

@@ -179,7 +179,7 @@ class LiveEnv:
     def _begin_episode(self, number: int) -> None:
         """The first step: only now is the draw used up."""
         self._in_episode, self._return, self._length = True, 0.0, 0
-        group = self.book.new_group()
+        self.book.group = group = self.book.group + 1
         if self._draw is not None:
             self.book.draw = max(self.book.draw, self._draw)
         self._episode = LiveEpisode(number, group, self._draw, self._regime, self._regime_json, time.time())

@@ -21,7 +21,7 @@ from loopwright.execution.local.process_tree import (
     Exit,
     ProcessLimits,
     ProcessTree,
-    exhaustion_as_launch_error,
+    exhaustion,
     new_pids,
     spawn,
 )
@@ -61,7 +61,7 @@ class LocalExecutor(Executor):
         with ExitStack() as stack:
             if command.slot is None:
                 stack.callback(self.slots.release, slot)
-            with exhaustion_as_launch_error():
+            try:
                 output = _Output(command, self._output_bytes, stack)
                 report = None
                 if command.measures_memory and UsageReport.can_measure(command):
@@ -80,6 +80,10 @@ class LocalExecutor(Executor):
                     marker=command.marker,
                     stdin=report.write_fd if report else subprocess.DEVNULL,
                 )
+            except OSError as error:
+                if (problem := exhaustion(error)) is not None:
+                    raise problem from error
+                raise
             if report is not None:
                 report.attach()
             finished = self._running[tree] = loop.create_future()
@@ -123,7 +127,6 @@ class LocalExecutor(Executor):
             on_start(f"{tree.pid}:{tree.start_ticks}")
             for pump in output.pumps:
                 pump.attach(loop)
-            tree.attach(loop)
             await tree.wait(command.timeout_s)
         except BaseException:
             await tree.end(self._grace_s)

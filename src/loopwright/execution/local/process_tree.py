@@ -112,16 +112,12 @@ def spawn(
         raise
 
 
-@contextmanager
-def exhaustion_as_launch_error() -> Iterator[None]:
-    """Raise LaunchError where file descriptors, processes or memory run out."""
-    try:
-        yield
-    except OSError as error:
-        cause = error.__cause__ if isinstance(error, StorageError) else error
-        if isinstance(cause, OSError) and cause.errno in _EXHAUSTION:
-            raise LaunchError(f"cannot start a process: {cause.strerror}. {_ADVICE}", infra=True) from error
-        raise
+def exhaustion(error: OSError) -> LaunchError | None:
+    """What to raise instead, if file descriptors, processes or memory have run out."""
+    cause = error.__cause__ if isinstance(error, StorageError) else error
+    if isinstance(cause, OSError) and cause.errno in _EXHAUSTION:
+        return LaunchError(f"cannot start a process: {cause.strerror}. {_ADVICE}", infra=True)
+    return None
 
 
 def new_pids(start: PidSnapshot) -> tuple[PidSnapshot, Collection[int] | None]:
@@ -217,13 +213,6 @@ class ProcessTree:
     _timer: asyncio.TimerHandle | None = None
     _waiter: asyncio.Future[None] | None = None
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Watch for the end of the main process."""
-        self.detach()
-        if self.is_alive:
-            self._loop = loop
-            loop.add_reader(self.pidfd, self._on_end)
-
     def detach(self) -> None:
         """Stop watching. Safe to call twice, and after the loop was closed."""
         if self._timer is not None:
@@ -239,6 +228,10 @@ class ProcessTree:
         if not self.is_alive:
             return
         loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self.detach()
+            self._loop = loop
+            loop.add_reader(self.pidfd, self._on_end)
         self._waiter = loop.create_future()
         if timeout_s is not None:
             self._deadline_s = loop.time() + timeout_s

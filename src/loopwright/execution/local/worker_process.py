@@ -24,7 +24,7 @@ from loopwright.execution.local.process_tree import (
     ProcessLimits,
     ProcessTree,
     describe,
-    exhaustion_as_launch_error,
+    exhaustion,
     new_pids,
     spawn,
 )
@@ -61,9 +61,9 @@ class WorkerProcess:
         self._spent_s = 0.0, 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._files: tuple[CappedFile, ...] = ()
-        with exhaustion_as_launch_error():
+        self._pumps: list[Pump] = []
+        try:
             self._socket = FrameSocket(self._on_frame)
-            self._pumps: list[Pump] = []
             try:
                 for _ in ("stdout", "stderr"):
                     self._pumps.append(Pump(self._on_error))
@@ -71,6 +71,10 @@ class WorkerProcess:
             except BaseException:
                 self._close_files()
                 raise
+        except OSError as error:
+            if (problem := exhaustion(error)) is not None:
+                raise problem from error
+            raise
         self._snapshot = self._tree.start
         self._socket.send({"path": [str(entry) for entry in call.path]})
 
@@ -250,7 +254,6 @@ class WorkerProcess:
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is not loop:
             self._loop = loop
-            self._tree.attach(loop)
             self._socket.attach(loop)
             for pump in self._pumps:
                 pump.attach(loop)

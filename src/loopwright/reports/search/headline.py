@@ -20,7 +20,7 @@ def headline(digest: Digest) -> str:
     if len(digest.best.front) == 1:
         best = digest.best.front[0]
         objective = digest.objectives[0]
-        return f"{objective.text(best.reward)} ({objective.evidence(best.intervals[0], len(best.trials))})"
+        return f"{objective.text(best.objectives[0])} ({objective.evidence(best.intervals[0], len(best.trials))})"
     return f"{number(len(digest.best.front))} actions, none better in all objectives" if digest.best.front else "–"
 
 
@@ -43,7 +43,7 @@ def notes(best: Recommendation, objective: Objective) -> list[str]:
     lines = []
     if best.gain is not None and best.baseline is not None:
         difference = describe_difference(best.gain, objective, "paired measurement")
-        lines.append(f"Against the baseline ({objective.text(best.baseline.reward)}): {difference}.")
+        lines.append(f"Against the baseline ({objective.text(best.baseline.objectives[0])}): {difference}.")
     elif best.baseline is not None and best.front and best.front[0] is best.baseline:
         lines.append("The baseline is still the best: no finalist was better in fresh measurements.")
     if best.luckiest is not None and best.luckiest.shortfall:

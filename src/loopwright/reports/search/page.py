@@ -93,7 +93,8 @@ def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
 
 def reward_text(candidate: Candidate, objective: Objective) -> str:
     """The first objective of a candidate, and how sure it is."""
-    return f"{objective.text(candidate.reward)} ({objective.evidence(candidate.intervals[0], len(candidate.trials))})"
+    evidence = objective.evidence(candidate.intervals[0], len(candidate.trials))
+    return f"{objective.text(candidate.objectives[0])} ({evidence})"
 
 
 def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:

@@ -192,9 +192,10 @@ class SearchRun(RunKind):
             checker.add("[[run]] reward", f"agent {config.type!r} takes one objective; for several: {', '.join(able)}.")
         if config.trials is not None and config.trials % self.repeats:
             checker.add("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {self.repeats}.")
+        confirmation = self.confirmation
         if self.confirm and not issubclass(agent, SpaceAgent):
             checker.add("[[run]] confirm", f"agent {config.type!r} drives its own trials; remove `confirm`.")
-        elif self.confirm and self.plan(config) is None:
+        elif self.confirm and confirmation is None:
             checker.add("[[run]] confirm", "its share of the trials is less than two; give more `trials` or `share`.")
         for name in sorted(self.noise.keys() & self.env_params.keys()):
             checker.add(f"[run.env_params.{name}]", f"{name!r} is also in `noise`; remove one of the two.")
@@ -227,35 +228,30 @@ class SearchRun(RunKind):
             hints += self.agent_class.hints(self.agent, space, draws.count)
         return hints
 
-    def plan(self, config: AgentConfig) -> ConfirmPlan | None:
+    @cached_property
+    def confirmation(self) -> ConfirmPlan | None:
         """How the best configurations are confirmed; None if they are not."""
         agent, space = self.agent_class, self.space
-        trials = config.trials
+        if agent is None or self.agent is None:
+            return None
+        config = self.confirm if isinstance(self.confirm, ConfirmConfig) else ConfirmConfig()
+        trials = self.agent.trials
         if trials is None and self.confirm and space.enumerable:
-            trials = int(space.grid_size * self.repeats / (1 - self._confirm_config.share))
-        is_default = self.confirm is None and agent is not None and agent.confirms
+            trials = int(space.grid_size * self.repeats / (1 - config.share))
+        is_default = self.confirm is None and agent.confirms
         # From the default share of a small budget no plan can be made.
-        if trials is None or agent is None or not (self.confirm or (is_default and trials >= LEAST_TRIALS)):
+        if trials is None or not (self.confirm or (is_default and trials >= LEAST_TRIALS)):
             return None
         return plan(
-            self._confirm_config,
+            config,
             trials=trials,
             repeats=self.repeats,
-            regimes=self._regimes,
+            regimes=Draws(0, space.parameters, self.env_params).count,
             objectives=len(self.reward),
-            seed=config.seed,
+            seed=self.agent.seed,
             per_regime=agent.conditions_on_regime and bool(self.env_params),
             required=bool(self.confirm),
         )
-
-    @property
-    def _confirm_config(self) -> ConfirmConfig:
-        return self.confirm if isinstance(self.confirm, ConfirmConfig) else ConfirmConfig()
-
-    @property
-    def _regimes(self) -> int:
-        """How many regimes may be drawn."""
-        return Draws(0, self.space.parameters, self.env_params).count
 
     # -- building and describing --------------------------------------------------------------------------------
 
@@ -273,7 +269,9 @@ class SearchRun(RunKind):
         module = context.loaded.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
         if ":" in config.type and module.is_file():  # the user's own class
             fingerprint = fingerprint_of(fingerprint, module)
-        space, budget, confirmation = self.space, context.agent.budget, self.plan(context.agent)
+        space, budget = self.space, context.agent.budget
+        # A caller of `make` proposes all trials itself.
+        confirmation = self.confirmation if context.agent is self.agent else None
         reserve = confirmation.reserve if confirmation else 0
         if budget is None and space.enumerable:
             budget = space.grid_size * self.repeats + reserve
