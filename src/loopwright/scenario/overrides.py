@@ -10,6 +10,7 @@
 The environment variables of remote loops and gateways are listed in `loopwright.gateway.settings`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -110,6 +111,10 @@ def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapp
     result = deepcopy(dict(raw))
     tables = result.get("run")
     runs = [run for run in tables if isinstance(run, dict)] if isinstance(tables, list) else []
+    # First the tasks: they may bring a loop, and the environment and other overrides set keys of that.
+    tables_of_tasks = [key for key in overrides if re.fullmatch(r"run\..*(tasks(\..+)?|rollout|eval)", key)]
+    for key in tables_of_tasks:
+        _assign_to_runs(runs, key.removeprefix("run."), overrides[key])
     for run in runs:
         _add_what_tasks_bring(run)
     remote = [run for run in runs if is_remote(run)]
@@ -127,9 +132,9 @@ def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapp
             for run in remote:
                 for table in _remote_loops(run) if head == "loop" else [run]:
                     _assign(table, rest if head == "loop" else key, value)
-        elif head == "run":
+        elif head == "run" and key not in tables_of_tasks:
             _assign_to_runs(runs, rest, value)
-        else:
+        elif head != "run":
             _assign(result, key, value)
     if "system.type" in overrides:
         _drop_keys_of_another_system(result, raw, overrides)

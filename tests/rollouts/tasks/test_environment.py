@@ -54,6 +54,13 @@ class TestWhatTasksBring:
         run = completed({"tasks": JSONL, "loop": SINGLE, "judger": {"type": "length"}}, eval={"tasks": INSPECT})
         assert run["eval"]["tasks"]["judger"] == {"type": "environment"}
 
+    def test_tasks_of_an_override_bring_theirs(self):
+        raw = {"run": [{"name": "a", "rollout": {"tasks": VERIFIERS}}]}
+        overrides = {"run.rollout.loop.max_turns": 3, "run.a.rollout.tasks": INSPECT, "run.rollout.tasks.limit": 2}
+        rollout = override(raw, overrides, {})["run"][0]["rollout"]
+        assert rollout["tasks"] == {**INSPECT, "limit": 2} | {key: rollout["tasks"][key] for key in ("loop", "judger")}
+        assert rollout["loop"] == {**InspectTasks.brings["loop"], "max_turns": 3}
+
     def test_other_sources_bring_nothing(self):
         assert completed({"tasks": JSONL})["rollout"] == {"tasks": JSONL}
 
