@@ -49,7 +49,8 @@ class AskTell:
         self._loaded = load(scenario, set=overrides)
         config = select_run(self._loaded, run)
         # Measuring by hand takes effort, so confirmation is off unless the scenario asks for it.
-        self._config = config.model_copy(update={"confirm": False}) if config.confirm is None else config
+        without = {"confirm": False, "confirmation": None}
+        self._config = config.model_copy(update=without) if config.confirm is None else config
         if self._config.kind != "search" or not issubclass(self._config.agent_class or object, SearchAgent):
             problem = Problem("[run.agent] type", "ask and tell need a search agent over a workload, such as tpe.")
             raise ScenarioError(self._loaded.label, [problem])

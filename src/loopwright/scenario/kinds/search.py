@@ -230,7 +230,7 @@ class SearchRun(RunKind):
 
     @cached_property
     def confirmation(self) -> ConfirmPlan | None:
-        """How the best configurations are confirmed; None if they are not."""
+        """How the best configurations are confirmed; None if they are not. A copy of the run keeps this value."""
         agent, space = self.agent_class, self.space
         if agent is None or self.agent is None:
             return None
