@@ -12,7 +12,6 @@ import math
 import os
 import queue
 import sqlite3
-import struct
 import threading
 import time
 from array import array
@@ -28,7 +27,7 @@ import orjson
 from loopwright.core.episode import Node, Span
 from loopwright.core.errors import LedgerError, OutputBusy, storage
 from loopwright.engines.base import Sampling
-from loopwright.gateway.sessions.graph import Key, key_of
+from loopwright.gateway.sessions.graph import Key, key_of, packer
 from loopwright.ledger.sqlite import Transaction, connect, explained
 
 VERSION = 4
@@ -363,8 +362,8 @@ def node_statement(session: str, number: int, node: Node, key: Key | None) -> St
         node.parent or 0,
         None if key is None else json.dumps(key) if key[2] else "",
         orjson.dumps(node.message).decode(),
-        struct.pack(f"{len(node.ids)}q", *node.ids),
-        struct.pack(f"{len(node.logprobs)}d", *node.logprobs),
+        packer(f"{len(node.ids)}q").pack(*node.ids),
+        packer(f"{len(node.logprobs)}d").pack(*node.logprobs),
         orjson.dumps([(span.start, span.stop, span.version) for span in node.spans]).decode(),
         node.finish,
         node.is_delivered,
