@@ -89,6 +89,11 @@ def test_the_result_compares_before_and_after(trained):
     assert result["rollouts"] == 24
 
 
+def test_a_dry_run_says_how_much_a_training_is(trained):
+    directory, _ = trained
+    assert "3 steps of 2 prompts in groups of 4" in call(directory, "dry-run", "letters.toml").stdout
+
+
 def test_a_log_has_a_line_for_each_evaluation_and_the_summary(trained):
     directory, _ = trained
     done = call(directory, "resume", "out")  # nothing is left to train: it reports the existing record

@@ -62,7 +62,13 @@ def rewards(directory, model, slowdown):
         "engine": {"type": "slow_engine:Slow", "model": model, "max_batch": 2, "slowdown": slowdown, "least_s": 0.06},
         "rollout": {
             "tasks": {"type": "jsonl", "path": "tasks.jsonl"},
-            "loop": {"type": "single_turn", "deadline_s": 3.0, "sampling": {"max_tokens": TOKENS}},
+            # The second limit is for a machine under load, where one step of a model may take seconds.
+            "loop": {
+                "type": "single_turn",
+                "deadline_s": 3.0,
+                "engine_timeout_s": 300,
+                "sampling": {"max_tokens": TOKENS},
+            },
             "judger": {"type": "python", "function": "slow_engine:length"},
         },
     }

@@ -6,8 +6,10 @@ import logging
 import subprocess
 
 import pytest
+from typer.testing import CliRunner
 
 import loopwright
+from loopwright.cli import app
 from loopwright.core.outcome import Outcome
 from loopwright.execution.sandbox import sandbox_of
 from loopwright.execution.sandbox.docker_images import DockerImages, ImageError
@@ -74,6 +76,9 @@ def test_a06_tasks_that_need_an_image_are_left_out_one_by_one(tmp_path, caplog, 
     names = "tasks: based, tasks: broken, tasks: built, tasks: foreign, tasks: plain"
     assert sorted(lines[-1].removeprefix("5 tasks left out: ").split(", ")) == names.split(", ")
     assert "5 tasks are left out; 2 can be attempted" in caplog.text
+    plan = CliRunner().invoke(app, ["dry-run", str(tmp_path / "study.toml")]).output
+    assert "tasks: 2 tasks, weight 1" in plan
+    assert "left out  5 tasks; the first: tasks: " in plan
 
 
 def test_a06_a_run_without_a_usable_task_does_not_start(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from loopwright.cli.overrides import Overrides
 from loopwright.reports.formatting import counted, short
 from loopwright.reports.objective import Objective
 from loopwright.rollouts.source_settings import describe_own
-from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.spaces.parameter import Choice, Range
 from loopwright.spaces.space import Draws, Noise
 from loopwright.workloads.base import CommandTemplate
@@ -79,23 +79,29 @@ def _show_search(console: Console, run: Any, _: Path) -> None:
 def _show_rollouts(console: Console, run: Any, directory: Path) -> None:
     """How many rollouts, what they consist of, and the first prompts as they would be drawn."""
     rollout, group_size = run.rollout, getattr(run.agent, "group_size", 1)
-    rollouts = counted(run.agent.trials or 0, "rollout")
-    console.print(f"\n[bold]{run.name}[/]: {_agent(run)}; {rollouts} in groups of {group_size}")
+    amount = counted(run.agent.trials or 0, "rollout")
+    if steps := getattr(run.agent, "steps", None):
+        amount = f"{counted(steps, 'step')} of {counted(run.agent.prompts_per_step, 'prompt')}"
+        amount += f" and at most {counted(run.agent.trials, 'rollout')}" if run.agent.trials else ""
+    console.print(f"\n[bold]{run.name}[/]: {_agent(run)}; {amount} in groups of {group_size}")
     types = {"loop": rollout.loop.type, "judger": rollout.judger.type, "engine": run.engine.type}
     lines = [f"{name:<8}  {type}" for name, type in types.items()]
     lines[0] += f", {counted(rollout.loop.concurrency, 'rollout')} at a time"
     lines += [f"on Ray    {request}" for request in rollout.resource_requests(run.gateway, run.eval)]
-    tasks = {source.label(): source.load(directory) for source in rollout.tasks}
-    weights = {source.label(): source.weight for source in rollout.tasks}
+    mix = run.task_mix(run.agent.seed, directory)
+    counts = Counter(prompt.source for prompt in (*mix.prompts(), *mix.held_out()))
     settings = rollout.settings(run.eval)
-    for name in tasks:
+    for source in rollout.tasks:
+        name = source.label()
         own = describe_own(settings.pop(name).as_json())
-        lines.append(f"tasks     {name}: {counted(len(tasks[name]), 'task')}, weight {weights[name]:g}{own}")
+        lines.append(f"tasks     {name}: {counted(counts[name], 'task')}, weight {source.weight:g}{own}")
     for name, held_out in settings.items():
         judger = "" if held_out.judger is rollout.judger else f"; judger {held_out.judger.type}"
         own = describe_own({key: own for key, own in held_out.as_json().items() if key != "judger"})
-        lines.append(f"{name}: {counted(len(held_out.source.load(directory)), 'task')}{judger}{own}")
-    mix = TaskMix(tasks, weights, run.agent.seed)
+        lines.append(f"{name}: {counted(counts[name], 'task')}{judger}{own}")
+    if mix.skipped:
+        name, reason = next(iter(mix.skipped.items()))
+        lines.append(f"left out  {counted(len(mix.skipped), 'task')}; the first: {name}: {reason}")
     lines.append("the first prompts:")
     for prompt in (mix.draw() for _ in range(_EXAMPLES)):
         lines.append(f"  {prompt.task.id}: {short(prompt.task.messages[-1].get('content', ''), 90)}")

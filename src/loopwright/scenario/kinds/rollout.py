@@ -2,6 +2,7 @@
 
 import logging
 from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import rollout_agents
@@ -125,16 +126,20 @@ class RolloutRun(RunKind):
             message = 'has no meaning with this gateway, which has its own engine; set [run.gateway] type = "ray".'
             checker.add("[run.rollout] engines", message)
 
-    def build_env(self, context: BuildContext) -> RolloutEnv:
+    def task_mix(self, seed: int, scenario_dir: Path) -> TaskMix:
+        """The tasks that can be attempted here, in the order of this seed."""
         held_out = self.eval.tasks if self.eval else ()
         settings = self.rollout.settings(self.eval)
-        tasks = TaskMix.load(
+        return TaskMix.load(
             self.rollout.tasks,
-            context.agent.seed,
-            context.loaded.directory,
+            seed,
+            scenario_dir,
             held_out,
             lambda source, task: settings[source].loop.refusal(task),
         )
+
+    def build_env(self, context: BuildContext) -> RolloutEnv:
+        tasks = self.task_mix(context.agent.seed, context.loaded.directory)
         for name, reason in islice(tasks.skipped.items(), _MAX_REASONS):
             log.warning("%s is left out: %s", name, reason)
         if tasks.skipped:
@@ -154,7 +159,9 @@ class RolloutRun(RunKind):
                 "loop": self.rollout.loop.model_dump(mode="json"),
                 "judger": self.rollout.judger.model_dump(mode="json"),
                 "produce": self.rollout.produce.model_dump(mode="json"),
-                "sources": {name: own for name, each in settings.items() if (own := each.as_json())},
+                "sources": {
+                    name: own for name, each in self.rollout.settings(self.eval).items() if (own := each.as_json())
+                },
                 "engine": self.engine.model_dump(mode="json"),
                 "group_size": getattr(context.agent, "group_size", 1),
                 "min_group": getattr(context.agent, "min_size", 1),
