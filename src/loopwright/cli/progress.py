@@ -21,7 +21,7 @@ from loopwright.reports.search.headline import describe, notes, title
 from loopwright.reports.training.digest import read_training, training_result
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
-from loopwright.selection.recommendation import recommend
+from loopwright.selection.recommendation import Recommendation, recommend
 from loopwright.selection.trials import stored_trials
 
 _MAX_CANDIDATES = 10
@@ -61,12 +61,13 @@ class JsonEvents(RunProgress):
 def run_with_progress(loaded: LoadedScenario, output: Path, *, quiet: bool, json: bool, **options: Any) -> int:
     """Run a scenario, show its progress, and print the results at the end."""
     display = RunProgress if quiet else JsonEvents if json else None
+    answers: dict[str, Recommendation] = {}
     with show_progress(display, sys.stdout) as watch:
-        code = dispatch(loaded, output, watch=watch, **options)
+        code = dispatch(loaded, output, watch=watch, answers=answers, **options)
     for run in loaded.runs:
         path = output / run.name / "ledger.db"
         if path.exists():
-            _print_result(run.name, path, json=json)
+            _print_result(run.name, path, answers.get(run.name), json=json)
     if json:
         emit({"event": "end", "code": code, "output": str(output)})
     else:
@@ -76,9 +77,10 @@ def run_with_progress(loaded: LoadedScenario, output: Path, *, quiet: bool, json
     return code
 
 
-def _print_result(name: str, path: Path, *, json: bool) -> None:
+def _print_result(name: str, path: Path, answer: Recommendation | None, *, json: bool) -> None:
     with Ledger.read(path) as ledger:
-        event, lines = _RESULTS[kind_of(ledger.state("run", {}))](ledger)
+        kind = kind_of(ledger.state("run", {}))
+        event, lines = _search_result(ledger, answer) if kind == "search" else _RESULTS[kind](ledger)
         if failure := ledger.state("failure"):
             event["failure"] = failure
             lines.append(f"failed: {failure.strip().splitlines()[-1]}")
@@ -90,10 +92,10 @@ def _print_result(name: str, path: Path, *, json: bool) -> None:
             show(line, indent=2)
 
 
-def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
-    """The best actions of a search."""
+def _search_result(ledger: Ledger, answer: Recommendation | None) -> tuple[dict[str, Any], list[str]]:
+    """The best actions of a search; `answer` is known if its report was made."""
     counts, about = ledger.counts(), ledger.state("run", {})
-    best = recommend(stored_trials(ledger), about)
+    best = answer or recommend(stored_trials(ledger), about)
     by_regime = about.get("conditions_on_regime")
     objectives = [Objective.of(label) for label in about["objectives"]]
     first = (*objectives, Objective("reward"))[0]
@@ -167,9 +169,8 @@ def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
 
 
 _RESULTS: dict[str, Callable[[Ledger], tuple[dict[str, Any], list[str]]]] = {
-    "search": _search_result,
     "live": _live_result,
     "rollout": lambda ledger: rollout_result(read_rollouts(ledger)),
     "training": lambda ledger: training_result(read_training(ledger)),
 }
-"""The result of each kind of run, for scripts and for people."""
+"""The result of each other kind of run, for scripts and for people."""

@@ -23,6 +23,7 @@ from loopwright.ledger.sqlite import (
     connect_to_read,
     damaged,
     explained,
+    hash_of,
     link,
 )
 
@@ -136,16 +137,22 @@ class _Hashes:
         (rows,) = connection.execute(counts).fetchone()
         if self.count > rows + _MAX_GAP:
             raise LedgerError(damaged(path, f"event {self.count}, of at most {rows}"))
-        hashes, self._known = bytearray(16 * (self.count + 1)), bytearray(self.count + 1)
+        hashes, known = bytearray(16 * (self.count + 1)), bytearray(self.count + 1)
+        # Both events of a trial in one pass: the table is large. A hash of another length is damaged, and so none.
         for query in (
-            "SELECT seq, hash FROM events",
-            "SELECT reserve_seq, reserve_hash FROM trials WHERE reserve_seq IS NOT NULL",
-            "SELECT result_seq, result_hash FROM trials WHERE result_seq IS NOT NULL",
+            "SELECT seq, hash, NULL, NULL FROM events",
+            "SELECT reserve_seq, reserve_hash, result_seq, result_hash FROM trials",
         ):
-            for seq, hash in connection.execute(query):
-                hashes[16 * seq : 16 * seq + 16] = (hash or b"").ljust(16, b"\0")[:16]
-                self._known[seq] = 1
-        self._bytes = bytes(hashes)
+            for one, one_hash, two, two_hash in connection.execute(query):
+                if one is not None:
+                    known[one] = 1
+                    if one_hash is not None and len(one_hash) == 16:
+                        hashes[16 * one : 16 * one + 16] = one_hash
+                if two is not None:
+                    known[two] = 1
+                    if two_hash is not None and len(two_hash) == 16:
+                        hashes[16 * two : 16 * two + 16] = two_hash
+        self._bytes, self._known = bytes(hashes), known
 
     def __getitem__(self, seq: int) -> bytes:
         return self._bytes[16 * seq : 16 * seq + 16]
@@ -156,8 +163,11 @@ class _Hashes:
 
     def differ(self, seq: int, kind: str, key: int, name: str, values: Sequence[Any]) -> bool:
         """Whether these values are not what an event recorded. What follows a gap cannot be told, and the gap is."""
-        previous = self[seq - 1]
-        return link((0, previous), kind, key, name, values)[1] != self[seq] and (previous != ORIGIN or seq == 1)
+        start = 16 * seq
+        previous = self._bytes[start - 16 : start]
+        if hash_of(previous, kind, key, name, values) == self._bytes[start : start + 16]:
+            return False
+        return previous != ORIGIN or seq == 1
 
 
 def _head_damage(hashes: _Hashes, path: Path, count: int, hash: bytes) -> Iterator[str]:

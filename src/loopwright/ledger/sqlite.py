@@ -167,9 +167,17 @@ class Chain:
 
 def link(last: tuple[int, bytes], kind: str, key: int, name: str, values: Any) -> tuple[int, bytes]:
     """The number and the hash of the event after `last`. The values are those that SQLite returns."""
-    # Binary values by their own hash.
-    content = orjson.dumps((kind, key, name, values), default=lambda data: blake2b(data, digest_size=16).hexdigest())
-    return last[0] + 1, blake2b(last[1] + content, digest_size=16).digest()
+    return last[0] + 1, hash_of(last[1], kind, key, name, values)
+
+
+def hash_of(previous: bytes, kind: str, key: int, name: str, values: Any) -> bytes:
+    """The hash of an event, from that of the one before it."""
+    return blake2b(previous + orjson.dumps((kind, key, name, values), _digest), digest_size=16).digest()
+
+
+def _digest(data: bytes) -> str:
+    """Stands for a binary value."""
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 class Transaction:

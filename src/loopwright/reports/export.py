@@ -17,7 +17,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import exact
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.headline import title
-from loopwright.reports.search.trajectory import write_trajectory
+from loopwright.reports.search.trajectory import complete_columns, write_trajectory
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
 from loopwright.selection.trials import stored_trials
 from loopwright.spaces.parameter import flat, nested
@@ -27,8 +27,9 @@ def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
     """`trajectory.csv` and, where parameters are drawn, `env.csv`: the same trials in the same order."""
     names = list(ledger.state("run", {}).get("env_params", {}))
     trajectory, env = directory / "trajectory.csv", directory / "env.csv"
-    with replacing(trajectory) as file:
-        write_trajectory(ledger, file)
+    if complete_columns(ledger, trajectory) is None:
+        with replacing(trajectory) as file:
+            write_trajectory(ledger, file)
     if not names:
         return [trajectory]
     with replacing(env) as file:

@@ -61,11 +61,12 @@ class ReadRuns:
         return next((each.best for each in self.digests if each.folder == folder and each.kind == "search"), None)
 
 
-def write_all(output: Path, *, check: bool = False) -> int:
+def write_all(output: Path, *, check: bool = False, answers: dict[str, Recommendation] | None = None) -> int:
     """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure.
 
     Nothing is raised, since that would hide the error of a run. With `check`, a damaged ledger is a failure, and its
-    run is shown as damaged. A run that this process continued was checked when its ledger was opened.
+    run is shown as damaged. A run that this process continued was checked when its ledger was opened. `answers` gets
+    the recommendation of each search.
     """
     paths = sorted(output.glob("*/ledger.db"))
     damage: dict[str, str] = {}
@@ -91,7 +92,10 @@ def write_all(output: Path, *, check: bool = False) -> int:
         for path in paths:
             with collecting(), Ledger.read(path) as ledger:
                 write_csv(ledger, path.parent)
-                write_best(ledger, path.parent / "best.toml", runs.best(path.parent))
+                best = runs.best(path.parent)
+                write_best(ledger, path.parent / "best.toml", best)
+                if answers is not None and best is not None:
+                    answers[path.parent.name] = best
         with collecting():
             write_report(output, runs)
     for failure in dict.fromkeys(failures):

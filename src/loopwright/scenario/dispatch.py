@@ -34,6 +34,7 @@ from loopwright.reports.page import write_all
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
 from loopwright.scenario.load import load as load  # the front door exports both
 from loopwright.scenario.plain import PlainRuns
+from loopwright.selection.recommendation import Recommendation
 
 log = logging.getLogger(__name__)
 _FAILURE_FILE = "dse_failure.txt"
@@ -117,6 +118,7 @@ def dispatch(
     server: GymServer | None = None,
     agent: Callable[..., Agent] | None = None,
     overwrite: bool = False,
+    answers: dict[str, Recommendation] | None = None,
 ) -> int:
     """Run a scenario. 0: every run has a result; 1: a run failed; 130, 143: stopped by a signal.
 
@@ -124,6 +126,7 @@ def dispatch(
     server that cannot be reached. Any other exception is a bug or a full disk: no further run starts, the reports are
     still made, and the exception reaches the caller unchanged. `server` replaces what a live run names, and is closed.
     `agent` is called in place of the class of each run's agent. `overwrite` deletes an earlier campaign in `output`.
+    `answers` gets the recommendation of each search, as its report has it.
     """
     output = Path(output)
     with (signals or Signals()).installed() as signals, hold(output), loaded.scenario.system.session():
@@ -146,7 +149,7 @@ def dispatch(
                 for run in loaded.runs:
                     code |= _run(loaded, run, output, signals, watch, options) if signals.received is None else 0
         finally:
-            code |= write_all(output)
+            code |= write_all(output, answers=answers)
         if signals.received is not None:
             return 128 + signals.received
         return code if 0 <= code < _SIGNAL_CODES else 1  # a shell sees the last eight bits only

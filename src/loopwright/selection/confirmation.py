@@ -7,14 +7,12 @@ fresh runs beside the baseline. The agent learns nothing from either.
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Mapping, Sequence
 from heapq import nlargest
-from itertools import groupby
 from math import fsum
-from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Feedback
+from loopwright.core.trial import Feedback, Trial
 from loopwright.envs.search import SearchEnv
 from loopwright.selection.estimate import RegimeWeights
 from loopwright.selection.plan import regimes_of
@@ -73,20 +71,27 @@ def _undominated(trials: Sequence[StoredTrial], weigh: RegimeWeights) -> list[st
 def _scores(trials: Sequence[StoredTrial], weigh: RegimeWeights, objective: int = 0) -> dict[str, float]:
     """By action key, how far above the average under its conditions each was measured."""
     conditions: dict[tuple[str, str], list[float]] = defaultdict(list)
+    weights: dict[str, float] = {}
+    groups: dict[str, list[StoredTrial] | StoredTrial] = {}  # almost all actions are measured once
     for trial in trials:
         conditions[trial.regime_key, trial.noise].append(trial.objectives[objective])
+        if trial.regime_key not in weights:
+            weights[trial.regime_key] = weigh(trial.regime)
+        earlier = groups.setdefault(trial.action_key, trial)
+        if isinstance(earlier, list):
+            earlier.append(trial)
+        elif earlier is not trial:
+            groups[trial.action_key] = [earlier, trial]
     averages = {condition: fmean(values) for condition, values in conditions.items()}
-    weights: dict[str, float] = {}
-    scores = dict.fromkeys((trial.action_key for trial in trials), 0.0)
-    # One action after another: lists for all of them would take more memory than the trials.
-    action_key = attrgetter("action_key")
-    for action, measured in groupby(sorted(trials, key=action_key), key=action_key):
+    scores: dict[str, float] = {}
+    for action, group in groups.items():
+        if not isinstance(group, list):
+            value = group.objectives[objective] - averages[group.regime_key, group.noise]
+            scores[action] = value if weights[group.regime_key] else 0.0
+            continue
         above: dict[str, list[float]] = defaultdict(list)
-        for trial in measured:
-            value = trial.objectives[objective] - averages[trial.regime_key, trial.noise]
-            above[trial.regime_key].append(value)
-            if trial.regime_key not in weights:
-                weights[trial.regime_key] = weigh(trial.regime)
+        for trial in group:
+            above[trial.regime_key].append(trial.objectives[objective] - averages[trial.regime_key, trial.noise])
         total = fsum(weights[regime] for regime in above) or 1.0
         scores[action] = fsum(weights[regime] * fmean(values) for regime, values in above.items()) / total
     return scores
@@ -100,6 +105,10 @@ class Confirmation:
         self._rules: Mapping[str, Any] = confirm_rules(self._about)
         self._regimes = regimes_of(env.draws, self._rules["cycle"])
         self._canaries = sum(1 for _ in env.book.ledger.trials(where="phase = 'canary'"))
+        self._first: list[Trial] = []
+        """The trials of the first group, once they are needed."""
+        self._measured_again = 0
+        """How many canaries came after these."""
         self._proposals = max(1, (self._about["budget"] - env.rules.reserve) // env.rules.repeats)
         self._batch: deque[tuple[str, int]] = deque()
         """The action keys that the current round still has to measure, and its number."""
@@ -114,13 +123,14 @@ class Confirmation:
         if self._canaries >= planned or book.group * (planned + 1) < self._proposals * (self._canaries + 1):
             return None
         self._canaries += 1
-        group = book.ledger.group(1)
+        # Finding it reads all trials; nothing else adds to it until the search is over.
+        group = self._first or book.ledger.group(1)
         first = group[0]
         if first.outcome is not Outcome.OK:
             return None
-        return self._env.measure_again(
-            first.action, first.regime, first.noise, group=1, repeat=len(group), phase="canary"
-        )
+        self._first, repeat = group, len(group) + self._measured_again
+        self._measured_again += 1
+        return self._env.measure_again(first.action, first.regime, first.noise, group=1, repeat=repeat, phase="canary")
 
     def next(self, *, in_flight: int) -> Awaitable[Feedback] | None:
         """The next measurement of a finalist; None at the end, or while a round has to be awaited."""

@@ -10,11 +10,13 @@ from loopwright.core.trial import Action, Phase, Regime, canonical, key_of
 from loopwright.ledger.ledger import Ledger
 
 _QUERY = (
-    "SELECT number, grp, action, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, cached_from, "
+    "SELECT number, grp, action, regime, outcome, fault, reason, reward, reward_detail, usage, cached_from, "
     "noise, phase FROM trials WHERE number > ? AND {where} ORDER BY number LIMIT 2000"
 )
 _OUTCOMES, _FAULTS = {str(outcome): outcome for outcome in Outcome}, {str(fault): fault for fault in Fault}
 _LOST = (None, "aborted", "lost")
+ONE_OBJECTIVE = '"more":[]}'
+"""How the details of a reward end if there is one objective."""
 _SCALARS = frozenset((int, str, bool, type(None)))
 
 
@@ -89,16 +91,20 @@ def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[Stored
     loads, dumps = orjson.loads, orjson.dumps
     while rows := ledger.transaction.rows(query, (after,)):
         for row in rows:
-            number, group, text, regime, outcome, fault, reason, reward, detail, *rest = row
-            metrics, usage, cached_from, noise, phase = rest
+            number, group, text, regime, outcome, fault, reason, reward, detail, usage, cached_from, noise, phase = row
             trial = StoredTrial()
             trial.number, trial.group = number, number if group == number else group
             action = loads(text)
             trial._action = trial.action_key = text
             # The text is the key if equal actions of this run have the same: no need for a hash, nor for its memory.
-            if list(action) != names or not all(
-                not value.is_integer() if type(value) is float else type(value) in _SCALARS for value in action.values()
-            ):
+            is_key = [*action] == names
+            for value in action.values():
+                if type(value) is float:
+                    if value.is_integer():
+                        is_key = False
+                elif type(value) not in _SCALARS:
+                    is_key = False
+            if not is_key:
                 if action.keys() == set(names):
                     trial.action_key = dumps({name: canonical(action[name]) for name in names}).decode()
                 else:
@@ -110,14 +116,15 @@ def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[Stored
             trial.outcome = None if outcome is None else _OUTCOMES[outcome]
             trial.fault = None if fault is None else _FAULTS[fault]
             trial.reason, trial.cached_from = reason, cached_from
-            trial.counts = outcome not in _LOST and not (cached_from is not None and cached_from.isdigit())
+            trial.counts = outcome not in _LOST and (cached_from is None or not cached_from.isdigit())
             trial.noise, trial.phase = intern(noise or "{}"), phase or ""
-            trial.objectives = () if detail is None else (reward, *loads(detail)["more"])
-            if metrics:
-                loads(metrics)  # fails where it will be shown
+            if detail is None:
+                trial.objectives = ()
+            else:
+                trial.objectives = (reward,) if detail.endswith(ONE_OBJECTIVE) else (reward, *loads(detail)["more"])
             spent = loads(usage) if usage else {}
-            wall_s = spent.get("wall_s")
+            wall_s, user_s, system_s = spent.get("wall_s"), spent.get("user_s"), spent.get("system_s")
             trial.wall_s = wall_s if isinstance(wall_s, (int, float)) else None
-            trial.cpu_s = (spent.get("user_s") or 0.0) + (spent.get("system_s") or 0.0)
+            trial.cpu_s = (user_s or 0.0) + (system_s or 0.0) if user_s or system_s else 0.0
             yield trial
         after = rows[-1][0]

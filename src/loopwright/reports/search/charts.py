@@ -1,10 +1,11 @@
 """The chart data of a search: its trials as columns, thinned if there are too many to draw."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import floor, fsum, log10
+from operator import attrgetter
 from typing import Any
 
 from loopwright.core.trial import canonical, key_of
@@ -28,15 +29,22 @@ COLOURED = 6
 class BestSoFar:
     """The best mean over repeats, trial by trial. A configuration that failed is excluded, as in the answer."""
 
-    failed: set[str] = field(default_factory=set)
+    repeated: Container[str] = ()
+    """What has several trials; what has only one cannot change later, so only the best of those is kept."""
+    _single: float | None = None
+    _failed: set[str] = field(default_factory=set)
     _means: dict[str, float] = field(default_factory=dict)
     _repeats: dict[str, list[float]] = field(default_factory=dict)
     _heap: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, question: str, value: float | None) -> None:
         """Add a measurement, or a failure (None)."""
+        if question not in self.repeated:
+            if value is not None and (self._single is None or value > self._single):
+                self._single = value
+            return
         if value is None:
-            self.failed.add(question)
+            self._failed.add(question)
             return
         if question in self._means:
             values = self._repeats.setdefault(question, [self._means[question]])
@@ -49,10 +57,10 @@ class BestSoFar:
         """The best mean so far. Means that later repeats changed are dropped."""
         while self._heap:
             mean, question = self._heap[0]
-            if question not in self.failed and -mean == self._means[question]:
-                return -mean
+            if question not in self._failed and -mean == self._means[question]:
+                return -mean if self._single is None else max(-mean, self._single)
             heapq.heappop(self._heap)
-        return None
+        return self._single
 
 
 def chart_data(digest: Digest) -> dict[str, Any]:
@@ -102,9 +110,15 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
     apart = 1 < len(digest.regimes) <= COLOURED
     names = [assignments(regime) for regime in digest.regimes] if apart else [""]
     index = {key_of(regime): number for number, regime in enumerate(digest.regimes)} if apart else {}
-    races, own = [BestSoFar() for _ in names], digest.objectives[objective]
+    seen, repeated = set[str](), set[str]()
+    for trial in digest.trials:
+        if trial.counts and not trial.phase:
+            question = trial.action_key + trial.regime_key
+            (repeated if question in seen else seen).add(question)
+    del seen  # in a large run it is large
+    races, own = [BestSoFar(repeated) for _ in names], digest.objectives[objective]
     steps: list[list[tuple[int, float | None]]] = [[] for _ in names]
-    for _, group in groupby(digest.trials, key=lambda trial: trial.group):
+    for _, group in groupby(digest.trials, key=attrgetter("group")):
         for trial in group:
             if trial.counts and not trial.phase:
                 value = trial.objectives[objective] if trial.objectives else None

@@ -196,12 +196,12 @@ def _table_note(table: Mapping[str, Any]) -> str:
 
 def _slowest(digest: Digest) -> tuple[list[Trial], str]:
     """The three slowest trials, and a sentence about the time of all; nothing if fewer than two were timed."""
-    timed = [(trial.wall_s, trial) for trial in digest.trials if trial.cached_from is None and trial.wall_s is not None]
+    timed = [trial for trial in digest.trials if trial.cached_from is None and trial.wall_s is not None]
     if len(timed) < 2:
         return [], ""
-    slowest = nlargest(3, timed, key=lambda row: row[0])
-    return digest.whole(trial.number for _, trial in slowest), (
-        f"The median trial took {duration(median(wall_s for wall_s, _ in timed))}, the slowest "
-        f"{duration(slowest[0][0])}; together they used {duration(fsum(trial.cpu_s for _, trial in timed))} of "
-        "processor time."
+    times = [trial.wall_s or 0.0 for trial in timed]
+    slowest = nlargest(3, timed, key=lambda trial: trial.wall_s or 0.0)
+    return digest.whole(trial.number for trial in slowest), (
+        f"The median trial took {duration(median(times))}, the slowest {duration(max(times))}; together they used "
+        f"{duration(fsum(trial.cpu_s for trial in timed))} of processor time."
     )
