@@ -36,9 +36,9 @@ class Slow(TransformersEngine):
         step = self.batch.step
 
         def slow_step(version):
-            start = time.monotonic()
+            start = time.thread_time()  # what others do on this machine does not count ten times
             chunks = step(version)
-            time.sleep(max(config.least_s, time.monotonic() - start) * (config.slowdown - 1))
+            time.sleep(max(config.least_s, time.thread_time() - start) * (config.slowdown - 1))
             return chunks
 
         self.batch.step = slow_step
@@ -62,13 +62,7 @@ def rewards(directory, model, slowdown):
         "engine": {"type": "slow_engine:Slow", "model": model, "max_batch": 2, "slowdown": slowdown, "least_s": 0.06},
         "rollout": {
             "tasks": {"type": "jsonl", "path": "tasks.jsonl"},
-            # The second limit is for a machine under load, where one step of a model may take seconds.
-            "loop": {
-                "type": "single_turn",
-                "deadline_s": 3.0,
-                "engine_timeout_s": 300,
-                "sampling": {"max_tokens": TOKENS},
-            },
+            "loop": {"type": "single_turn", "deadline_s": 3.0, "sampling": {"max_tokens": TOKENS}},
             "judger": {"type": "python", "function": "slow_engine:length"},
         },
     }
