@@ -23,7 +23,6 @@ from loopwright.ledger.sqlite import (
     connect_to_read,
     damaged,
     explained,
-    hash_of,
     link,
 )
 
@@ -165,7 +164,7 @@ class _Hashes:
         """Whether these values are not what an event recorded. What follows a gap cannot be told, and the gap is."""
         start = 16 * seq
         previous = self._bytes[start - 16 : start]
-        if hash_of(previous, kind, key, name, values) == self._bytes[start : start + 16]:
+        if link((seq - 1, previous), kind, key, name, values)[1] == self._bytes[start : start + 16]:
             return False
         return previous != ORIGIN or seq == 1
 

@@ -167,12 +167,8 @@ class Chain:
 
 def link(last: tuple[int, bytes], kind: str, key: int, name: str, values: Any) -> tuple[int, bytes]:
     """The number and the hash of the event after `last`. The values are those that SQLite returns."""
-    return last[0] + 1, hash_of(last[1], kind, key, name, values)
-
-
-def hash_of(previous: bytes, kind: str, key: int, name: str, values: Any) -> bytes:
-    """The hash of an event, from that of the one before it."""
-    return blake2b(previous + orjson.dumps((kind, key, name, values), _digest), digest_size=16).digest()
+    data = last[1] + orjson.dumps((kind, key, name, values), _digest)
+    return last[0] + 1, blake2b(data, digest_size=16).digest()
 
 
 def _digest(data: bytes) -> str:

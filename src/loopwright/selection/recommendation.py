@@ -5,7 +5,7 @@ their luck is in their numbers. Otherwise the answer is the best mean of the sea
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from statistics import fmean, stdev
@@ -147,7 +147,14 @@ def _from_search(
     by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
     best: tuple[float, int] | None = None
     front: list[Group] = []
-    for group in _contenders(measured.values()):
+    leaders: dict[str, float] = {}
+    for group in measured.values():
+        if not isinstance(group, list) and len(group.objectives) < 2:
+            # Almost all actions of a large search are measured once, and worse than an earlier one.
+            leader = leaders.get(group.regime_key)
+            if not group.objectives or (leader is not None and group.objectives[0] <= leader):
+                continue
+            leaders[group.regime_key] = group.objectives[0]
         regimes = _by_regime(group if isinstance(group, list) else [group])
         if regimes and common <= regimes.keys():
             shared = [regimes[key] for key in regimes if key in common]
@@ -171,21 +178,6 @@ def _from_search(
         tuple(_candidate([by_regime[key][1]], weights) for key in sorted(by_regime)),
         () if robust is None else tuple(robust.choices()),
     )
-
-
-def _contenders(groups: Iterable[list[StoredTrial] | StoredTrial]) -> Iterator[list[StoredTrial] | StoredTrial]:
-    """The actions that may be part of the answer: of those measured once, with one objective, only ever better ones.
-
-    They are almost all actions of a large search.
-    """
-    best: dict[str, float] = {}
-    for group in groups:
-        if not isinstance(group, list) and len(group.objectives) < 2:
-            earlier = best.get(group.regime_key)
-            if not group.objectives or (earlier is not None and group.objectives[0] <= earlier):
-                continue
-            best[group.regime_key] = group.objectives[0]
-        yield group
 
 
 def _confirmed(
@@ -254,8 +246,7 @@ def _luckiest(
     weights: Mapping[str, float],
 ) -> Luckiest | None:
     """The best single trial of the search, if its action was measured again under the same regime."""
-    contenders = _contenders(measured.values())
-    trials = (trial for group in contenders for trial in (group if isinstance(group, list) else [group]))
+    trials = (trial for group in measured.values() for trial in (group if isinstance(group, list) else [group]))
     best = max((t for t in trials if t.objectives), key=lambda t: (t.objectives[0], -t.number), default=None)
     if best is None or best.action_key not in fresh:
         return None
