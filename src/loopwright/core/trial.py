@@ -40,7 +40,7 @@ def canonical(value: Any) -> Any:
             return int(value)
         if math.isfinite(value):
             return value
-    elif kind is str and value.isascii():
+    elif (kind is int and -(2**63) <= value < 2**63) or (kind is str and value.isascii()):
         return value
     elif kind is dict:
         return {canonical(str(name)): canonical(value[name]) for name in sorted(value, key=str)}

@@ -253,8 +253,8 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
     try:
         mode = "TRUNCATE" if file_system(path.parent).startswith(NETWORK) else "WAL"
-        connection.execute(f"PRAGMA journal_mode = {mode}")
         connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute(f"PRAGMA journal_mode = {mode}")
         # The last pages of a table change with every row: copied less often from the log, they cost less.
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
     except sqlite3.Error:

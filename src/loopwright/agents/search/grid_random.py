@@ -42,7 +42,8 @@ class Grid(MemorylessAgent):
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
         pinned = {key_of(point) for point in self._start}
-        self._points = (point for point in self.space.points() if key_of(point) not in pinned)
+        points = self.space.points()
+        self._points = (point for point in points if key_of(point) not in pinned) if pinned else points
         self._visited = len(self._start)
 
     @classmethod
