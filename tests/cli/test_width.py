@@ -77,3 +77,23 @@ def test_latencies_are_shown_as_measured(campaigns):
     assert "best recorded: −" not in shown
     assert "ms" in shown
     assert "p99_latency_ms = " in screen(campaigns, 200, ["compare", "a", "b"])
+
+
+def test_compare_breaks_the_line_of_a_configuration_beside_long_numbers(tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        noise = Random(seed)
+        lw.tune(
+            lambda level, window, noise=noise: {"score": -7.5 - level / 1e3 - window / 1e4 + noise.gauss(0, 3e-4)},
+            {"level": [6, 7, 8, 9], "window": [12, 13, 14, 15]},
+            minimize="score",
+            trials=40,
+            agent="random",
+            seed=seed,
+            output=tmp_path / name,
+            in_process=True,
+            progress=False,
+        )
+    text = screen(tmp_path, 80, ["compare", "a", "b"])
+    table = text.partition("configuration")[2]
+    assert table.count("level=") == table.count("window=") > 0
+    assert all(len(word) == len("window=15") for word in table.split() if word.startswith("window"))

@@ -122,8 +122,8 @@ def _show_common(console: Console, comparison: CampaignComparison, own: Objectiv
     ]
     table = Table(box=None, pad_edge=False)
     for place, header in enumerate((*places, "difference")):
-        # Numbers are never broken; what is left of the line is for the configuration.
-        table.add_column(header, min_width=max(len(line) for row in rows for line in row[place].splitlines()))
+        # A fixed width, since rich would crop the configuration instead of breaking its line.
+        table.add_column(header, width=max(len(line) for row in rows for line in row[place].splitlines()))
     table.add_column("configuration")
     for row in rows:
         table.add_row(*map(Text, row))
