@@ -46,7 +46,8 @@ class Columns:
 
     def more(self, action: Mapping[str, Any], metrics: Mapping[str, Any], usage: Mapping[str, Any]) -> list[Any]:
         """Durations, parameters and metrics of a trial; empty where it has none."""
-        values = [*map(usage.get, _DURATIONS), *map(action.get, self._task)]
+        # The action of a live environment is whatever its space has: only those of rollouts and searches have parts.
+        values = [*map(usage.get, _DURATIONS), *(action.get(name) for name in self._task)]
         for name in self._parameters:
             value = action.get(name)
             values.append(_json(value) if isinstance(value, (list, dict, bool)) else value)
