@@ -95,8 +95,11 @@ class SearchEnv:
         self._shared = shared
         book.kill = workload.kill
         self._keys = set() if book.count_cached else book.ledger.keys()
-        # Remembering which keys have an answer is cheaper than asking the ledger about every new one.
-        self._answered = book.ledger.answered_keys() if book.step else set[int]()
+        self._answered: set[int] | None = None if book.step else set()
+        """The hashes of the keys with an answer, read when the first is looked up.
+
+        Remembering them is cheaper than asking the ledger about every new one.
+        """
         self._in_flight: dict[str, asyncio.Event] = {}
         self._metrics: Mapping[str, float] = {}
         self._best: dict[int, tuple[float, ...]] | None = None
@@ -244,7 +247,7 @@ class SearchEnv:
             self.halted = self._failures.verdict
         if not self.book.count_cached and finished.key and not finished.phase:
             self._keys.add(finished.key)
-        if result.outcome in REUSABLE:
+        if result.outcome in REUSABLE and self._answered is not None:
             self._answered.add(hash(finished.key))
         self._metrics = finished.metrics
         if self.rules.keep != "all":
@@ -274,6 +277,8 @@ class SearchEnv:
                 # That may take long: held writes must not wait as well.
                 self.book.ledger.flush()
                 await self._in_flight[trial.key].wait()
+            if self._answered is None:
+                self._answered = self.book.ledger.answered_keys()
             if hash(trial.key) in self._answered and (cached := self.book.ledger.find(trial.key)):
                 source = str(cached.number)
                 return Result(cached.outcome or Outcome.OK, cached.metrics, cached.reason, cached_from=source)

@@ -301,8 +301,10 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def close_episodes(self) -> None:
         """End the episodes that a dead process left open: their rows hold the steps that were written."""
+        if not (episodes := self.state("unfinished")):
+            return
         last = self.last()[0]
-        left = sorted((row, facts) for row, facts in self.state("unfinished") or () if row[0] > last)
+        left = sorted((row, facts) for row, facts in episodes if row[0] > last)
         self.append([tuple(row) for row, _ in left], [(row[0], orjson.dumps(facts)) for row, facts in left])
 
     # -- reading ------------------------------------------------------------------------------------------------

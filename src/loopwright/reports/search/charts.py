@@ -148,8 +148,8 @@ def thinned(trials: Sequence[StoredTrial], keep: set[int]) -> list[int]:
     if len(trials) <= DRAWN:
         return list(range(len(trials)))
     rewards = [trial.objectives[0] for trial in trials]
-    by_reward = sorted(range(len(trials)), key=rewards.__getitem__)
-    special = {index for index, trial in enumerate(trials) if trial.number in keep} | set(by_reward[-_THINNED // 10 :])
+    best = heapq.nlargest(_THINNED // 10, reversed(range(len(trials))), rewards.__getitem__)  # of equals the latest
+    special = {index for index, trial in enumerate(trials) if trial.number in keep} | set(best)
     rest = [index for index in range(len(trials)) if index not in special]
     return sorted([*special, *evenly(rest, max(0, _THINNED - len(special)))])
 

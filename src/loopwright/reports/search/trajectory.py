@@ -27,6 +27,7 @@ _QUERY = (
     "SELECT number, action, reward, reward_detail, metrics, regime, outcome, noise, phase, grp, fault, reason, "
     "reserved_at, finished_at, usage FROM trials WHERE number > ? AND {where} ORDER BY number LIMIT 2000"
 )
+_LAST = "SELECT ifnull(max(number), 0) FROM trials"
 _FIRST_TRIALS = 100
 _METRICS = "SELECT DISTINCT each.key FROM trials, json_each(trials.metrics) AS each WHERE trials.metrics <> '{}'"
 
@@ -108,7 +109,8 @@ class TrajectoryFile(Observer):
 
     def _start(self) -> None:
         """Write the trials that have ended; those in flight follow when they end."""
-        ledger, about, self._last = self._ledger, self._ledger.state("run", {}), self._ledger.last()[0]
+        ledger, about = self._ledger, self._ledger.state("run", {})
+        ((self._last,),) = ledger.transaction.rows(_LAST)
         left = ledger.transaction.rows("SELECT 1 FROM trials WHERE ifnull(outcome, 'aborted') = 'aborted' LIMIT 1")
         self._in_order = not left
         columns = None if left or not self._last else complete_columns(ledger, self._path)
@@ -161,7 +163,7 @@ class TrajectoryFile(Observer):
         self._file.close()
         is_whole = self._in_order and file.st_nlink and list(self._columns.metrics) == metrics
         with suppress(LoopwrightError):  # without the record, it is written again
-            if is_whole and self._last == ledger.last()[0]:
+            if is_whole and ledger.transaction.rows(_LAST) == [(self._last,)]:
                 names, event = self._columns.names, ledger.chain.last[0]
                 record = {"file": _identity(file), "metrics": metrics, "columns": names, "event": event}
                 ledger.set_state("trajectory", record)
