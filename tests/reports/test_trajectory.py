@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,14 @@ TWO = 'reward = [{ type = "negative", metrics = ["loss"] }, { type = "identity",
 ONE = 'reward = { type = "negative", metrics = ["loss"] }'
 
 
-def run(directory: Path, *, agent: str = 'type = "random", trials = 40', reward: str = ONE, parallel: int = 1) -> Path:
+def run(
+    directory: Path,
+    *,
+    agent: str = 'type = "random", trials = 40',
+    reward: str = ONE,
+    parallel: int = 1,
+    confirm: bool = False,
+) -> Path:
     (directory / "scored.py").write_text(FUNCTION)
     (directory / "scenario.toml").write_text(f"""
 name = "test"
@@ -37,7 +45,7 @@ parallel = {parallel}
 [[run]]
 name = "r"
 agent = {{ {agent} }}
-confirm = false
+confirm = {str(confirm).lower()}
 {reward}
 [run.workload]
 type = "python"
@@ -125,3 +133,17 @@ def test_trials_that_all_failed_stay_in_the_file_when_the_run_is_resumed(tmp_pat
         file = TrajectoryFile(ledger, path.parent)
         assert path.read_text().count("crashed") == 4
         file.close()
+
+
+def test_a_report_of_a_run_that_has_confirmed_its_best_is_the_one_that_its_ledger_gives(tmp_path):
+    """Given a confirmation, which has read all trials for the report as well, when it is made again, it is the same."""
+    run(tmp_path, agent='type = "random", trials = 80', confirm=True, parallel=4)
+    files = [tmp_path / "out/report.html", tmp_path / "out/r/best.toml", tmp_path / "out/r/trajectory.csv"]
+    before = [re.sub(r"[\d-]+ [\d:]+ UTC", "", path.read_text()) for path in files]
+    assert ",confirm," in before[2]
+    for path in files:
+        path.unlink()
+
+    write_all(tmp_path / "out")
+
+    assert [re.sub(r"[\d-]+ [\d:]+ UTC", "", path.read_text()) for path in files] == before

@@ -78,6 +78,8 @@ class TrialBook:
         """The last trial number, group and draw of the run. A new group or draw is one more."""
         self.uncounted = 0 if count_cached else ledger.counts()["cached"]
         """How many trials so far do not use up budget."""
+        self.history: list[Any] = []
+        """The trials that its agent has read from the ledger to the end, if all had ended; a report continues there."""
         self.doubt: str | None = None
         """Why the run's result cannot be trusted, if its environment knows a reason."""
         self.when_ended: Callable[[], object] = lambda: None

@@ -17,6 +17,7 @@ from loopwright.reports.search.headline import headline
 from loopwright.reports.training import page as training
 from loopwright.reports.training.digest import headline as training_headline
 from loopwright.reports.training.digest import read_training
+from loopwright.selection.trials import StoredTrial
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,14 @@ KINDS = {
 }
 
 
-def read_run(folder: Path) -> Digest:
-    """The digest of `<folder>/ledger.db`; raises LedgerError if there is nothing to read."""
+def read_run(folder: Path, history: list[StoredTrial] | None = None) -> Digest:
+    """The digest of `<folder>/ledger.db`; raises LedgerError if there is nothing to read.
+
+    `history` holds the first trials of a search, if they were read before.
+    """
     with Ledger.read(folder / "ledger.db") as ledger:
-        return KINDS[kind_of(basics(ledger)["about"])].read(ledger)
+        kind = kind_of(basics(ledger)["about"])
+        return read_search(ledger, history) if kind == "search" else KINDS[kind].read(ledger)
 
 
 def kind_of(about: Mapping[str, Any]) -> str:

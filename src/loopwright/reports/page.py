@@ -25,6 +25,7 @@ from loopwright.reports.export import replacing, write_best, write_csv
 from loopwright.reports.kinds import KINDS, read_run
 from loopwright.reports.search.digest import Digest
 from loopwright.selection.recommendation import Recommendation
+from loopwright.selection.trials import StoredTrial
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -61,12 +62,18 @@ class ReadRuns:
         return next((each.best for each in self.digests if each.folder == folder and each.kind == "search"), None)
 
 
-def write_all(output: Path, *, check: bool = False, answers: dict[str, Recommendation] | None = None) -> int:
+def write_all(
+    output: Path,
+    *,
+    check: bool = False,
+    answers: dict[str, Recommendation] | None = None,
+    histories: Mapping[str, list[StoredTrial]] | None = None,
+) -> int:
     """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure.
 
     Nothing is raised, since that would hide the error of a run. With `check`, a damaged ledger is a failure, and its
     run is shown as damaged. A run that this process continued was checked when its ledger was opened. `answers` gets
-    the recommendation of each search.
+    the recommendation of each search. `histories` holds the first trials of runs that were read before.
     """
     paths = sorted(output.glob("*/ledger.db"))
     damage: dict[str, str] = {}
@@ -88,7 +95,7 @@ def write_all(output: Path, *, check: bool = False, answers: dict[str, Recommend
             failures.append(f"the report could not be made: {type(error).__name__}: {error}")
 
     with collecting():
-        runs = read_runs(output, damage)
+        runs = read_runs(output, damage, histories)
         for path in paths:
             with collecting(), Ledger.read(path) as ledger:
                 write_csv(ledger, path.parent)
@@ -169,14 +176,18 @@ def render(template: str, **values: Any) -> str:
     return Markup(_environment().get_template(template).render(**values))  # noqa: S704  rendered with autoescape
 
 
-def read_runs(output: Path, damage: Mapping[str, str] | None = None) -> ReadRuns:
+def read_runs(
+    output: Path,
+    damage: Mapping[str, str] | None = None,
+    histories: Mapping[str, list[StoredTrial]] | None = None,
+) -> ReadRuns:
     """Read every run. `damage` holds what is wrong with the ledger of a run, by its folder; its section shows that."""
-    damage = damage or {}
+    damage, histories = damage or {}, histories or {}
     digests, unreadable = [], []
     folders = (path for path in output.iterdir() if any((path / trace).exists() for trace in _TRACES))
     for folder in sorted(folders):
         try:
-            digest = read_run(folder)
+            digest = read_run(folder, histories.get(folder.name))
             digests.append(replace(digest, trouble=damage[folder.name]) if folder.name in damage else digest)
         except (LoopwrightError, OSError, ValueError) as error:
             unreadable.append((folder.name, str(error)))

@@ -35,6 +35,7 @@ from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario,
 from loopwright.scenario.load import load as load  # the front door exports both
 from loopwright.scenario.plain import PlainRuns
 from loopwright.selection.recommendation import Recommendation
+from loopwright.selection.trials import StoredTrial
 
 log = logging.getLogger(__name__)
 _FAILURE_FILE = "dse_failure.txt"
@@ -137,19 +138,21 @@ def dispatch(
             for name, hint in loaded.hints:
                 log.warning("run %r: %s: %s", name, hint.key, hint.message)
         code = 0
+        histories: dict[str, list[StoredTrial]] = {}
         options: dict[str, Any] = {"accept_changes": accept_changes, "server": server, "agent": agent}
 
         def execute(run: RunKind, on_start: Callable[[], None]) -> int:
-            return _run(loaded, run, output, signals, watch, {**options, "on_start": on_start})
+            return _run(loaded, run, output, signals, watch, histories, {**options, "on_start": on_start})
 
         try:
             if any(run.depends_on for run in loaded.runs):
                 code |= PlainRuns(loaded.runs, execute).run(lambda: signals.received is not None, signals.stop_all)
             else:
                 for run in loaded.runs:
-                    code |= _run(loaded, run, output, signals, watch, options) if signals.received is None else 0
+                    if signals.received is None:
+                        code |= _run(loaded, run, output, signals, watch, histories, options)
         finally:
-            code |= write_all(output, answers=answers)
+            code |= write_all(output, answers=answers, histories=histories)
         if signals.received is not None:
             return 128 + signals.received
         return code if 0 <= code < _SIGNAL_CODES else 1  # a shell sees the last eight bits only
@@ -188,7 +191,13 @@ def build(
 
 
 def _run(
-    loaded: LoadedScenario, run: RunKind, output: Path, signals: Signals, watch: Watch, options: Mapping[str, Any]
+    loaded: LoadedScenario,
+    run: RunKind,
+    output: Path,
+    signals: Signals,
+    watch: Watch,
+    histories: dict[str, list[StoredTrial]],
+    options: Mapping[str, Any],
 ) -> int:
     path = output / run.name / "ledger.db"
     try:
@@ -244,6 +253,7 @@ def _run(
     finally:
         signals.books.remove(book)
         built.resources.close()
+        histories[run.name] = book.history
     return code
 
 

@@ -155,6 +155,8 @@ class Confirmation:
         ledger = self._env.book.ledger
         if not self._contestants:
             trials = list(stored_trials(ledger))
+            if not any(trial.unfinished for trial in trials):
+                self._env.book.history = trials
             chosen, self._baseline = finalists(trials, self._about)
             self._contestants = {trial.action_key: trial for trial in chosen}
             self._counts = Counter(trial.action_key for trial in trials if trial.action_key in self._contestants)

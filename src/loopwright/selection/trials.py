@@ -80,14 +80,16 @@ class StoredTrial:
         return self.outcome in (None, Outcome.ABORTED, Outcome.LOST)
 
 
-def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[StoredTrial]:
-    """All trials by number, or those of one phase. Raises ValueError, KeyError or TypeError at a senseless one."""
+def stored_trials(ledger: Ledger, phase: Phase | None = None, after: int = 0) -> Iterator[StoredTrial]:
+    """All trials by number, or those of one phase, or after a number.
+
+    Raises ValueError, KeyError or TypeError at a senseless one.
+    """
     regimes: dict[str, tuple[Regime, str]] = {}
     first = ledger.transaction.rows("SELECT action FROM trials ORDER BY number LIMIT 1")
     # Of the run's first trial, whatever is read: equal actions get equal keys.
     names = list(orjson.loads(first[0][0])) if first else []
     query = _QUERY.format(where="1" if phase is None else f"phase = '{phase}'")
-    after = 0
     loads, dumps = orjson.loads, orjson.dumps
     while rows := ledger.transaction.rows(query, (after,)):
         for row in rows:

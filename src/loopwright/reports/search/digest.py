@@ -239,9 +239,12 @@ class Digest:
         )
 
 
-def read_search(ledger: Ledger) -> Digest:
-    """The digest of a search, or of an RL agent that was trained on batch trials."""
-    trials, trouble = _readable(ledger)
+def read_search(ledger: Ledger, history: list[StoredTrial] | None = None) -> Digest:
+    """The digest of a search, or of an RL agent that was trained on batch trials.
+
+    `history` holds the first trials, if they were read before; the others are added to it.
+    """
+    trials, trouble = _readable(ledger, [] if history is None else history)
     try:
         evaluations = Evaluations.read(ledger)
     except LoopwrightError:  # a damaged ledger
@@ -298,10 +301,9 @@ def _rank(value: Any, candidates: Any) -> tuple[int, bool, float, str]:
     return place, isinstance(value, str), value if isinstance(value, (int, float)) else 0.0, str(value)
 
 
-def _readable(ledger: Ledger) -> tuple[list[StoredTrial], str]:
-    trials: list[StoredTrial] = []
+def _readable(ledger: Ledger, trials: list[StoredTrial]) -> tuple[list[StoredTrial], str]:
     try:
-        for trial in stored_trials(ledger):
+        for trial in stored_trials(ledger, after=trials[-1].number if trials else 0):
             trials.append(trial)  # noqa: PERF402  what was read before the damage is kept
     except (LoopwrightError, ValueError, KeyError, TypeError) as error:
         return trials, f"Only {len(trials)} trials could be read: {error}"
