@@ -10,7 +10,7 @@ import pytest
 
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
-from loopwright.scenario import dispatch as dispatcher
+from loopwright.reports import page
 from tests.contracts.harness import campaign, resumed, scenario, trials
 
 AGENTS = """
@@ -127,11 +127,11 @@ def test_s16_a_report_that_fails_hides_no_error(tmp_path, agents, monkeypatch, c
     def fail(*_):
         raise KeyError("a bug in the report")
 
-    monkeypatch.setattr(dispatcher, "write_report", fail)
+    monkeypatch.setattr(page, "write_report", fail)
     with pytest.raises(ZeroDivisionError, match="a bug in the agent"):
         campaign(tmp_path, study(agents, "Buggy"))
     assert "a bug in the report" in caplog.text
-    monkeypatch.setattr(dispatcher, "read_runs", fail)
+    monkeypatch.setattr(page, "read_runs", fail)
     assert campaign(tmp_path, study(agents, "OwnLoop", second=False), "other") == 1
 
 
