@@ -47,6 +47,8 @@ _RECORDING = ("loopwright.ledger", "loopwright.envs")
 
 Watch = Callable[[AnyEnv], Sequence[Observer]]
 """Makes the observers of a run that is about to start."""
+Histories = dict[str, list[StoredTrial]]
+"""The trials of each run that its agent has read; the report continues there."""
 
 
 @dataclass
@@ -138,7 +140,7 @@ def dispatch(
             for name, hint in loaded.hints:
                 log.warning("run %r: %s: %s", name, hint.key, hint.message)
         code = 0
-        histories: dict[str, list[StoredTrial]] = {}
+        histories: Histories = {}
         options: dict[str, Any] = {"accept_changes": accept_changes, "server": server, "agent": agent}
 
         def execute(run: RunKind, on_start: Callable[[], None]) -> int:
@@ -191,13 +193,7 @@ def build(
 
 
 def _run(
-    loaded: LoadedScenario,
-    run: RunKind,
-    output: Path,
-    signals: Signals,
-    watch: Watch,
-    histories: dict[str, list[StoredTrial]],
-    options: Mapping[str, Any],
+    loaded: LoadedScenario, run: RunKind, output: Path, signals: Signals, watch: Watch, trials: Histories, options: Any
 ) -> int:
     path = output / run.name / "ledger.db"
     try:
@@ -253,7 +249,7 @@ def _run(
     finally:
         signals.books.remove(book)
         built.resources.close()
-        histories[run.name] = book.history
+        trials[run.name] = book.history
     return code
 
 
