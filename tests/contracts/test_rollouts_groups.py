@@ -65,6 +65,37 @@ def test_l13_with_a_judge_that_fails_80_percent_trained_groups_are_whole(tmp_pat
     simulate(main())
 
 
+def collected(directory, share: float, **produce) -> Counter[str]:
+    """Groups by status of a run whose first batch could use its whole budget of 160 rollouts."""
+
+    async def main():
+        async def roll(request: RolloutRequest) -> Episode:
+            await asyncio.sleep(Random(request.seed).lognormvariate(0, 0.5))
+            return episode_of(request.task, 0)
+
+        async with World(directory, roll, verdict=failing(share), budget=160, **produce) as world:
+            world.producer = GroupProducer(world.env, world.env.produce, group_size=4, min_group=4)
+            while await world.producer.batch(40, 1):
+                world.env.buffer.settle(1)
+            assert world.env.book.step <= 160
+            return Counter(world.env.buffer.counts())
+
+    return simulate(main())
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_l13_budget_is_kept_for_replacements_before_the_first_loss(tmp_path, kind, caplog):
+    counts = collected(tmp_path, 0.8, type=kind)
+    assert caplog.text.count("the rest of `trials` is too little for a whole group: ") == 1
+    assert counts["trained"] >= 5, "of the eight that 160 verdicts of a judge that fails 80 % are enough for"
+    assert counts["short"] + counts["failed"] <= 2
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_l13_without_losses_the_whole_budget_is_used(tmp_path, kind):
+    assert collected(tmp_path, 0.0, type=kind) == {"trained": 40}
+
+
 def test_l13_a_group_that_needs_fewer_is_used_with_what_it_has(tmp_path):
     async def main():
         async with World(tmp_path, instantly, verdict=failing(0.8)) as world:

@@ -14,7 +14,7 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Trial
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.group import DiscardedGroups, Group
+from loopwright.rollouts.group import MAX_TRIALS_IF_SHORT, DiscardedGroups, Group
 from loopwright.rollouts.lane import Lane, Lanes
 from loopwright.rollouts.loops.worker import WeightUpdate
 from loopwright.rollouts.produce_config import ProduceConfig
@@ -45,7 +45,7 @@ class GroupProducer:
         self._error: BaseException | None = None
         self._batch_size = self._next_version = 0
         self._batches_left = math.inf
-        self._flush_scheduled = self._warned_short = False
+        self._flush_scheduled = self._warned_short = self._warned_rest = False
         self._ended = self._lost = 0
         """Rollouts, and those of them that do not count; for the budget to keep for replacements."""
 
@@ -211,6 +211,10 @@ class GroupProducer:
             if not lanes or self.env.book.stopping:
                 return
             if not self.env.book.has_budget(self.group_size + self._replacements()):
+                if not self._open and self.env.book.has_budget(self.group_size) and not self._warned_rest:
+                    self._warned_rest = True
+                    message = "the rest of `trials` is too little for a whole group: %d of %d rollouts failed"
+                    log.warning(message, self._lost, self._ended)
                 return
             lane = self._lanes.furthest_behind(lanes, waiting)
             expired = lane.expired.pop(0) if lane.expired else None
@@ -224,12 +228,17 @@ class GroupProducer:
 
     def _replacements(self) -> int:
         """How many trials to keep for replacements in the open groups and one more, at the rate of losses so far."""
-        if self.min_group == 1 or not self._lost:
+        if self.min_group == 1:
+            return 0
+        if not self._ended and self._open:  # any of them may need all that a group may use
+            return (len(self._open) + 1) * (MAX_TRIALS_IF_SHORT - 1) * self.group_size
+        if not self._lost:
             return 0
         missing = self.group_size + sum(group.size - group.judged for group in self._open.values())
         rate = min(self._lost / self._ended, _MAX_LOSS_RATE)
-        # Of a negative binomial distribution, the mean and two standard deviations.
-        return math.ceil((missing * rate + 2 * math.sqrt(missing * rate)) / (1 - rate))
+        # Of a negative binomial distribution, the mean and two standard deviations; a single group endangers no other.
+        margin = 2 * math.sqrt(missing * rate) if self._open else 0.0
+        return math.ceil((missing * rate + margin) / (1 - rate))
 
     def _start(self, group: Group, trial: Trial) -> None:
         lane = self._lanes.of(group.prompt.source)
