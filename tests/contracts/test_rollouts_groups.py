@@ -36,8 +36,8 @@ type = "scripted"
 """
 
 
-def failing(share: float):
-    random = Random(7)
+def failing(share: float, seed: int = 7):
+    random = Random(seed)
 
     def verdict(_: Episode) -> float:
         if random.random() < share:
@@ -65,15 +65,16 @@ def test_l13_with_a_judge_that_fails_80_percent_trained_groups_are_whole(tmp_pat
     simulate(main())
 
 
-def collected(directory, share: float, **produce) -> Counter[str]:
+def collected(directory, share: float, seed: int = 7, **produce) -> Counter[str]:
     """Groups by status of a run whose first batch could use its whole budget of 160 rollouts."""
+    directory.mkdir(exist_ok=True)
 
     async def main():
         async def roll(request: RolloutRequest) -> Episode:
-            await asyncio.sleep(Random(request.seed).lognormvariate(0, 0.5))
+            await asyncio.sleep(Random(f"{seed}{request.seed}").lognormvariate(0, 0.5))
             return episode_of(request.task, 0)
 
-        async with World(directory, roll, verdict=failing(share), budget=160, **produce) as world:
+        async with World(directory, roll, verdict=failing(share, seed), budget=160, **produce) as world:
             world.producer = GroupProducer(world.env, world.env.produce, group_size=4, min_group=4)
             while await world.producer.batch(40, 1):
                 world.env.buffer.settle(1)
@@ -89,6 +90,15 @@ def test_l13_budget_is_kept_for_replacements_before_the_first_loss(tmp_path, kin
     assert caplog.text.count("the rest of `trials` is too little for a whole group: ") == 1
     assert counts["trained"] >= 5, "of the eight that 160 verdicts of a judge that fails 80 % are enough for"
     assert counts["short"] + counts["failed"] <= 2
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_l13_a_lucky_first_group_does_not_spend_the_budget_for_replacements(tmp_path, share):
+    unused = []
+    for seed in range(12):  # in some of them, the first group loses no rollout
+        counts = collected(tmp_path / str(seed), share, seed)
+        unused.append(counts["short"] + counts["failed"])
+    assert max(unused) <= 2
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

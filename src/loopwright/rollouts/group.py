@@ -13,7 +13,7 @@ from loopwright.core.trial import Action, Reward, Trial
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.tasks.mix import Prompt
 
-MAX_TRIALS, MAX_TRIALS_IF_SHORT = 3, 10
+_MAX_TRIALS, MAX_TRIALS_IF_SHORT = 3, 10
 """How many trials a group may use, as multiples of its size."""
 
 
@@ -77,7 +77,7 @@ class Group:
     @property
     def max_trials(self) -> int:
         """How many trials it may use: more if it has some judged episodes, but too few."""
-        return (MAX_TRIALS_IF_SHORT if 0 < self.judged < self.min_size else MAX_TRIALS) * self.size
+        return (MAX_TRIALS_IF_SHORT if 0 < self.judged < self.min_size else _MAX_TRIALS) * self.size
 
     @property
     def baseline(self) -> float | None:

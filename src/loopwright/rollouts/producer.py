@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 _LOSSES = (Outcome.LOST, Outcome.CRASHED, Outcome.TIMEOUT, Outcome.JUDGE_FAILED)
 _MAX_LOSS_RATE = 0.9
 """Above this, more budget for replacements would hardly save a group."""
+_DEVIATIONS = 1.5
+"""How far above the measured one the rate of losses may be, in standard deviations."""
 
 
 class ProductionFailed(LoopwrightError, RuntimeError):
@@ -230,15 +232,17 @@ class GroupProducer:
         """How many trials to keep for replacements in the open groups and one more, at the rate of losses so far."""
         if self.min_group == 1:
             return 0
-        if not self._ended and self._open:  # any of them may need all that a group may use
-            return (len(self._open) + 1) * (MAX_TRIALS_IF_SHORT - 1) * self.group_size
-        if not self._lost:
-            return 0
         missing = self.group_size + sum(group.size - group.judged for group in self._open.values())
-        rate = min(self._lost / self._ended, _MAX_LOSS_RATE)
-        # Of a negative binomial distribution, the mean and two standard deviations; a single group endangers no other.
-        margin = 2 * math.sqrt(missing * rate) if self._open else 0.0
-        return math.ceil((missing * rate + margin) / (1 - rate))
+        if not self._open:  # a single group endangers no other
+            rate = min(self._lost / max(self._ended, 1), _MAX_LOSS_RATE)
+            return math.ceil(missing * rate / (1 - rate))
+        # The rate itself is uncertain, above all in the beginning: the upper end of Wilson's interval.
+        weight = self._ended + _DEVIATIONS**2
+        center = (self._lost + _DEVIATIONS**2 / 2) / weight
+        rate = min(center + _DEVIATIONS * math.sqrt(center * (1 - center) / weight), _MAX_LOSS_RATE)
+        # Of a negative binomial distribution, the mean and two standard deviations; or all that the groups may use.
+        replacements = math.ceil((missing * rate + 2 * math.sqrt(missing * rate)) / (1 - rate))
+        return min(replacements, (len(self._open) + 1) * (MAX_TRIALS_IF_SHORT - 1) * self.group_size)
 
     def _start(self, group: Group, trial: Trial) -> None:
         lane = self._lanes.of(group.prompt.source)
