@@ -3,7 +3,7 @@
 The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/common/` and
 `tests/docs/files/<page>/`; README.md also has those of `examples/first/`. A block whose first line is a file name, such
 as `# my_judge.py`, is also written to that file. A block that cannot run in a test says why in a comment above it:
-`<!-- test: compile, needs a vLLM server -->`, or `parse` for TOML.
+`<!-- test: compile, needs a vLLM server -->`, or `parse` for TOML, which must then be right in its keys and names.
 """
 
 import ast
@@ -15,8 +15,10 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 from typer.main import get_command
 
 import loopwright
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 FIRST = ROOT / "examples" / "first"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
-    r"(?:<!-- test: (?P<rule>\w+)[^\n]*-->\n\n?)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$",
+    r"(?:<!-- test: (?P<rule>\w+)[^\n]*-->\n\n?)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -81,28 +83,43 @@ def test_every_snippet_works(page, directory):
                         asyncio.run(result)
             case "toml":
                 check_scenario(snippet, directory, place)
-            case "sh" | "bash":
+            case "sh" | "bash" | "":
                 check_commands(snippet.text, place)
 
 
 def check_scenario(snippet: Snippet, directory: Path, place: str) -> None:
-    """A whole scenario must load; a part of one must be TOML."""
+    """A whole scenario must load. A part of one must have no unknown key or name."""
     tables = tomllib.loads(snippet.text)
-    if "run" not in tables or snippet.rule == "parse" or not isinstance(tables["run"], list):
+    if "project" in tables:
         return
+    is_whole = isinstance(tables.get("run"), list) and snippet.rule != "parse"
     name = re.match(r"# ([\w.-]+\.toml)\n", snippet.text)
-    path = directory / (name[1] if name else "study.toml")
-    path.write_text(snippet.text if "name" in tables else f'name = "study"\n{snippet.text}')
+    path = directory / (name[1] if is_whole and name else "study.toml" if is_whole else "part.toml")
+    text = snippet.text if "name" in tables else f'name = "study"\n{snippet.text}'
+    path.write_text(text if is_whole else tomli_w.dumps(completed(tables)))
     try:
         loopwright.load(path)
     except loopwright.ScenarioError as error:
-        pytest.fail(f"{place}: {error}")
+        if is_whole or re.search(r": unknown (?!argument \{)", str(error)):
+            pytest.fail(f"{place}: {error}")
+
+
+def completed(tables: dict[str, Any]) -> dict[str, Any]:
+    """A part of a scenario as a scenario with one run; keys of [run.rollout] may be at the top."""
+    run = tables.pop("run", {})
+    [run] = run if isinstance(run, list) else [run]
+    if rollout := {key: tables.pop(key) for key in ("tasks", "loop", "judger") if key in tables}:
+        run["rollout"] = rollout
+    return {"name": "part", **tables, "run": [{"name": "part", **run}]}
 
 
 def check_commands(text: str, place: str) -> None:
     """Every `loopwright` command line names a verb and flags that exist."""
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+        try:
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+        except ValueError:  # the output of a command
+            continue
         if words[:1] != ["loopwright"]:
             continue
         command, rest = get_command(app), words[1:]
