@@ -15,7 +15,7 @@ from benchmarks.measure import Ratio, best_of
 from benchmarks.spine import campaigns
 from loopwright.execution.ray.connection import RayConnection
 
-TRIALS, CPUS, ROUNDS = 1_000, 2, 2
+TRIALS, CPUS, ROUNDS = 1_000, 2, 3
 SCENARIO = f"""
 name = "no-op"
 [system]

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -267,7 +267,10 @@ class SearchEnv:
                 doomed = [number for number, old in self._best.items() if _dominates(new, old)]
                 self._best = {n: old for n, old in self._best.items() if n not in doomed} | {trial.number: new}
         for number in doomed:
-            await asyncio.to_thread(shutil.rmtree, trials / str(number), ignore_errors=True)
+            # Renamed first: a worker that takes an unused directory for its next call does not find this one.
+            with suppress(FileNotFoundError):
+                directory = (trials / str(number)).rename(trials / f".{number}.deleted")
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def _lookup(self, trial: Trial) -> Result | None:
         """The result without running: from the cache, from an equal trial in flight, or from the constraints."""

@@ -104,7 +104,8 @@ class FunctionCall:
     environment: Mapping[str, str]
     """The worker's complete environment."""
     directory: Path
-    """Created by the worker, with parameters.json, stdout and stderr; the working directory during the call."""
+    """The working directory during the call. The worker creates it, with parameters.json; it stays if anything else is
+    written to it, or to stdout or stderr."""
     parameters: bytes
     """The content of parameters.json."""
     timeout_s: float | None = None

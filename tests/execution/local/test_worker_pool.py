@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,6 +54,9 @@ def daemon():
     child.returncode = 0
     return {"pid": child.pid}
 def where(): return {"inside": float(os.path.samefile(".", os.environ["PLACE"]) and os.path.exists("parameters.json"))}
+def look(): return {"number": int(os.path.basename(os.getcwd())), "size": os.path.getsize("parameters.json")}
+def write(file): open(file, "w").close(); return {}
+def cover(): os.chdir("/"); return {}
 def environment(): return {"threads": float(os.environ["THREADS"])}
 def flood(count):
     for _ in range(count): sys.stdout.write("x" * 1_000_000)
@@ -128,8 +132,45 @@ def test_a_value_is_returned(make):
     [result] = run(call)
     assert result.value == {"y": 49}
     assert (result.error, result.timed_out, result.worker_exit) == (None, False, None)
-    assert [entry.name for entry in call.directory.iterdir()] == ["parameters.json"], "no files for empty output"
-    assert (call.directory / "parameters.json").read_bytes() == b'{"x": 1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "files"),
+    [
+        ("square", {"x": 7}, None),
+        ("say", {"text": "printed"}, ["parameters.json", "stdout"]),
+        ("fail", {}, ["parameters.json", "stderr"]),
+        ("write", {"file": "model"}, ["model", "parameters.json"]),
+        ("cover", {}, ["parameters.json"]),
+    ],
+)
+def test_a_directory_without_anything_to_keep_becomes_that_of_the_next_call(make, name, arguments, files):
+    """Given its own directory during each call, only one that printed, wrote or failed keeps it."""
+    calls = [make(name, 1, environment={"PLACE": ""}, **arguments)]
+    calls += [make("look", number, environment={"PLACE": ""}) for number in (2, 3)]
+    calls[2] = replace(calls[2], parameters=b"{}")
+    _, *looks = run(*calls, size=1)
+    assert [look.value for look in looks] == [{"number": 2, "size": 8}, {"number": 3, "size": 2}]
+    first = calls[0].directory
+    assert (sorted(path.name for path in first.iterdir()) if first.exists() else None) == files
+    if files:
+        assert (first / "parameters.json").read_bytes() == b'{"x": 1}'
+    assert [call.directory.exists() for call in calls[1:]] == [False, False]
+
+
+def test_a_directory_that_was_renamed_or_deleted_meanwhile_is_left_alone(make):
+    """Given a parent that moves the first directory and deletes the second, each call has one of its own."""
+    calls = [make("look", number, environment={"PLACE": ""}) for number in (1, 2, 3)]
+
+    async def body(pool):
+        await pool.call(calls[0], ignore)
+        calls[0].directory.rename(calls[0].directory.with_name("1.attempt-1"))
+        await pool.call(calls[1], ignore)
+        shutil.rmtree(calls[1].directory)
+        return await pool.call(calls[2], ignore)
+
+    assert use(body, size=1).value == {"number": 3, "size": 8}
+    assert [path.name for path in calls[0].directory.parent.iterdir()] == ["1.attempt-1"]
 
 
 def test_a_worker_is_reused(make):

@@ -7,6 +7,7 @@ takes longer than a small call, and orjson as long as the interpreter itself.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import marshal
 import os
@@ -45,9 +46,12 @@ class CallServer:
         self._reporting = allocate_lock()
         self._streams = sys.stdout, sys.stderr
         self._pipes = _file_id(1), _file_id(2)
+        self._directory = ""
+        """That of the last call."""
 
     def serve(self) -> None:
         """Handle calls until the parent disconnects."""
+        atexit.register(self._leave_directory)  # called last, since the callables register theirs later
         hello = self._receive() or {}
         sys.path[:0] = hello.get("path", [])
         while (frame := self._receive()) is not None:
@@ -56,9 +60,17 @@ class CallServer:
     def call(self, frame: Frame) -> Frame:
         """Make a call and return the response."""
         try:
-            _enter_directory(frame)
+            self._enter_directory(frame["directory"], frame["parameters"].encode())
+            if frame["checkpoint"] is not None:
+                os.makedirs(frame["checkpoint"], exist_ok=True)  # noqa: PTH103
         except OSError as error:
             return {"storage": [error.errno, error.strerror], "usable": True, "output": False}
+        # For processes that the callable starts; our own entry in the process table keeps the marker we started with.
+        os.environ[_MARKER_VARIABLE] = frame["variable"]
+        if frame["checkpoint"] is not None:
+            os.environ[_CHECKPOINT_VARIABLE] = frame["checkpoint"]
+        elif _CHECKPOINT_VARIABLE in os.environ:
+            del os.environ[_CHECKPOINT_VARIABLE]
         response: Frame
         self._reports, self._stopped = frame["reports"], False
         start, start_s = _cpu_times(), time.perf_counter()
@@ -92,6 +104,48 @@ class CallServer:
         response["output"] = _has_unread_output(1) or _has_unread_output(2)
         response["usage"] = {"wall_s": wall_s, "user_s": end[0] - start[0], "system_s": end[1] - start[1]}
         return response
+
+    def _enter_directory(self, directory: str, parameters: bytes) -> None:
+        """Make the trial's directory, and work there."""
+        # Creating files is most of the cost of a small call: stdout and stderr are created when something is printed,
+        # and a directory without anything to keep becomes that of the next call.
+        if not self._rename_directory(directory):
+            try:
+                os.mkdir(directory)  # noqa: PTH102  Path objects cost more than the call.
+            except FileExistsError:
+                pass
+            except FileNotFoundError:
+                os.makedirs(directory, exist_ok=True)  # noqa: PTH103
+            os.chdir(directory)
+        # Without O_TRUNC, after which ext4 writes to the disk at once.
+        fd = os.open("parameters.json", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(fd, parameters)
+            os.ftruncate(fd, len(parameters))
+        finally:
+            os.close(fd)
+        self._directory = os.getcwd()  # noqa: PTH109
+
+    def _rename_directory(self, directory: str) -> bool:
+        """Give the last call's directory to this one. False if it has files to keep, or if it is elsewhere by now."""
+        try:
+            if not self._is_unused():
+                return False
+            os.rename(self._directory, directory)  # noqa: PTH104
+        except OSError:
+            return False
+        return True
+
+    def _leave_directory(self) -> None:
+        if os.getpid() == self._pid and self._is_unused():
+            os.unlink("parameters.json")  # noqa: PTH108
+            os.rmdir(self._directory)  # noqa: PTH106
+
+    def _is_unused(self) -> bool:
+        try:
+            return os.getcwd() == self._directory and os.listdir() == ["parameters.json"]  # noqa: PTH109, PTH208
+        except OSError:
+            return False
 
     def report(self, step: int, metrics: Any) -> bool:
         """Send the metrics of a step; return whether the trial should stop. A forked process reports nothing."""
@@ -143,30 +197,6 @@ def _make_call(source: str, target: str) -> None:
     with open(f"{target}.part", "wb") as file:  # noqa: PTH123
         file.write(orjson.dumps(response))
     os.rename(f"{target}.part", target)  # noqa: PTH104
-
-
-def _enter_directory(frame: Frame) -> None:
-    directory = frame["directory"]
-    try:
-        os.mkdir(directory)  # noqa: PTH102  Path objects cost more than the call.
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        os.makedirs(directory, exist_ok=True)  # noqa: PTH103
-    os.chdir(directory)
-    # Creating files is most of the cost of a small call: stdout and stderr are created when something is printed.
-    fd = os.open("parameters.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        _write_all(fd, frame["parameters"].encode())
-    finally:
-        os.close(fd)
-    # For processes that the callable starts; our own entry in the process table keeps the marker we started with.
-    os.environ[_MARKER_VARIABLE] = frame["variable"]
-    if frame["checkpoint"] is not None:
-        os.makedirs(frame["checkpoint"], exist_ok=True)  # noqa: PTH103
-        os.environ[_CHECKPOINT_VARIABLE] = frame["checkpoint"]
-    elif _CHECKPOINT_VARIABLE in os.environ:
-        del os.environ[_CHECKPOINT_VARIABLE]
 
 
 class _NotFoundError(LookupError):
