@@ -47,6 +47,18 @@ def test_verifying_a_scenario_imports_nothing_heavy(tmp_path):
     assert not imported(HELP.format(words=["verify", str(path)])) & HEAVY
 
 
+def test_without_an_extra_help_is_shown_and_the_verb_names_what_to_install():
+    script = "import sys\nsys.modules['aiohttp'] = None\n"
+    for words, text in (
+        (["trials", "serve", "--help"], "Run trials until Ctrl-C"),
+        (["trials", "serve"], "pip install 'loopwright[gateway]'"),
+        (["gateway", "serve", "--relay", "--token-file", __file__], "pip install 'loopwright[gateway]'"),
+    ):
+        command = [sys.executable, "-c", script + HELP.format(words=words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert text in done.stdout + done.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         loopwright.Nonsense  # noqa: B018

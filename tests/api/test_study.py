@@ -132,6 +132,8 @@ def test_a_metric_of_another_name_fails_the_trial_and_is_named():
 
 def test_a_study_is_used_inside_its_with_block():
     study = lw.Study.open(scenario(2), "out")
+    assert repr(study) == "<Study 'blocks' in out: not started>"
+    assert study._repr_html_() == "<b>blocks</b> in <code>out</code>: not started"
     with pytest.raises(AskTellError, match="the study is not open"):
         study.ask()
 

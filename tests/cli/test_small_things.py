@@ -41,6 +41,14 @@ def test_verify_reports_shell_operators_and_constraints_that_nothing_satisfies(t
     assert "no combination of the arguments satisfies them" in result.output
 
 
+@pytest.mark.parametrize("words", [["run"], ["tasks", "scan"]], ids=" ".join)
+def test_help_names_arguments_without_types_of_python(words):
+    output = CliRunner().invoke(app, [*words, "--help"]).output
+
+    assert "Arguments:\n  " in output
+    assert "<" not in output
+
+
 def test_verify_reports_shell_operators_beside_a_wrong_key(tmp_path):
     file = tmp_path / "small.toml"
     text = SCENARIO.replace("COMMAND", "echo loss={x} {typo} --long={long} | cat").replace("LIMIT", "9")

@@ -287,8 +287,8 @@ def test_skipped_steps_are_reported(training, tmp_path):
     training.note(3, skipped="missing")
     training.note(4, updates=0.0)
     text = body(page(tmp_path))
-    assert "1 of 4 steps did not update the policy (non-finite loss or gradient): 2." in text
-    assert "2 of 4 steps had nothing to learn from: 3, 4." in text
+    assert "1 of 4 steps did not update the policy (non-finite loss or gradient): step 2." in text
+    assert "2 of 4 steps had nothing to learn from: steps 3, 4." in text
     assert chart_data(read_training(training.ledger))["skipped"] == [2, 3, 4]
 
 

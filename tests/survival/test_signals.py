@@ -44,6 +44,16 @@ def in_the_middle(campaign, process):
     assert process.poll() is None, end_of(process)
 
 
+def in_a_terminal(campaign):
+    """Start it in a terminal of its own; returns the process, and the user's end of the terminal."""
+    ours, theirs = os.openpty()
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": lambda: os.login_tty(0)}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = campaign.start(**terminal, start_new_session=False, env=environment)
+    os.close(theirs)
+    return process, ours
+
+
 def completes(campaign, tmp_path):
     (tmp_path / "gate").touch()
     result = campaign.call("resume")
@@ -74,26 +84,27 @@ def test_s12_a_signal_aborts_the_trials_in_flight_and_resume_completes(tmp_path,
 def test_s12_a_second_signal_ends_everything_at_once(tmp_path):
     # Commands that ignore SIGTERM, and a very long grace period.
     campaign = campaign_at(tmp_path, STUBBORN, grace_s=1000)
-    process = campaign.start()
+    process, ours = in_a_terminal(campaign)
     in_the_middle(campaign, process)
 
-    process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)
-    process.send_signal(signal.SIGINT)
-    result = end_of(process)
+    os.write(ours, b"\x03")
+    screen = ""
+    while "Ctrl-C again stops at once" not in screen:
+        screen += os.read(ours, 4096).decode()
+    assert process.poll() is None
+    os.write(ours, b"\x03")
+    screen += read_all(ours)
 
-    assert result.code == 130
+    assert process.wait(timeout=60) == 130, screen
+    assert screen.endswith("stopped at once; continue with `loopwright resume`\r\n")
+    assert screen.rfind("\x1b[?25h") > screen.rfind("\x1b[?25l"), "the cursor is shown again"
     wait_for(lambda: campaign.left_running() == [])
     completes(campaign, tmp_path)
 
 
 def test_s12_ctrl_c_in_a_terminal_with_a_live_bar(tmp_path):
     campaign = campaign_at(tmp_path)
-    ours, theirs = os.openpty()
-    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": lambda: os.login_tty(0)}
-    process = campaign.start(**terminal, start_new_session=False, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"})
-    os.close(theirs)
+    process, ours = in_a_terminal(campaign)
     in_the_middle(campaign, process)
 
     os.write(ours, b"\x03")

@@ -255,10 +255,16 @@ class Study:
         """`trials()` as a polars.DataFrame."""
         return self.trials().to_polars()
 
+    @property
+    def _path(self) -> Path:
+        return self.output / self.run / "ledger.db"
+
     def _ledger(self) -> Ledger:
-        return Ledger.read(self.output / self.run / "ledger.db")
+        return Ledger.read(self._path)
 
     def _counts(self) -> str:
+        if not self._path.exists():
+            return "not started"
         with self._ledger() as ledger:
             counts = ledger.counts()
         done = sum(count for name, count in counts.items() if name not in ("running", "cached"))
@@ -269,7 +275,7 @@ class Study:
 
     def _repr_html_(self) -> str:
         lines = [f"<b>{html.escape(self.run)}</b> in <code>{html.escape(str(self.output))}</code>: {self._counts()}"]
-        for best in self.front[:5]:
+        for best in self.front[:5] if self._path.exists() else ():
             params = ", ".join(f"{name} = {value!r}" for name, value in best.params.items())
             name = "recommended" if best.confirmed and best.interval else "best"
             lines.append(f"{name}: {html.escape(best.evidence())} with <code>{html.escape(params)}</code>")

@@ -7,7 +7,7 @@ from importlib.metadata import version as installed_version
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
 
 from loopwright.core.errors import LoopwrightError, ScenarioError, printable
 from loopwright.core.imports import import_with_extra
@@ -62,13 +62,24 @@ class _Verbs(TyperGroup):
         verb = typer.Typer(**_STYLE)
         if hasattr(module, "app"):  # a verb with subcommands
             verb.add_typer(module.app, name=cmd_name)
-            return typer.main.get_group(verb).commands[cmd_name]
+            group: Any = typer.main.get_group(verb).commands[cmd_name]
+            for command in group.commands.values():
+                _hide_types(command)
+            return group
         verb.command(cmd_name)(module.command)
-        return typer.main.get_command(verb)
+        return _hide_types(typer.main.get_command(verb))
 
     def format_commands(self, _: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in VERBS.items()])
+
+
+def _hide_types(command: Any) -> Any:
+    """Leave Python's types, such as `<list[Path]>`, out of the help of arguments: their names say what they are."""
+    for parameter in command.params:
+        if isinstance(parameter, TyperArgument):
+            parameter.display_type_rich = lambda **_: None  # type: ignore[method-assign]
+    return command
 
 
 app = typer.Typer(

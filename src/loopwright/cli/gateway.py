@@ -3,8 +3,7 @@
 import asyncio
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -15,7 +14,7 @@ import typer
 
 from loopwright.cli.options import assignment
 from loopwright.cli.serving import Tokenizer, exit_on_next_signal, next_signal, notice, parse_settings, token_from
-from loopwright.core.errors import MissingExtra
+from loopwright.core.imports import import_with_extra
 from loopwright.core.runtime import run
 from loopwright.engines.base import Engine, EngineConfig, engines
 from loopwright.engines.fleet import FleetConfig
@@ -159,8 +158,7 @@ def worker(
 
 
 async def _work(engine: Engine, url: str, token: str, name: str | None, drain_s: float) -> int:
-    with _gateway_extra():
-        from loopwright.gateway.relay.worker import RelayWorker
+    RelayWorker = import_with_extra("loopwright.gateway.relay.worker", "the gateway").RelayWorker  # noqa: N806  a class
     stop_signal = next_signal()
     relay_worker = RelayWorker(engine, url, token, name=name, drain_s=drain_s, say=notice)
     work: asyncio.Future[Any] = asyncio.ensure_future(relay_worker.run())
@@ -259,17 +257,9 @@ def _served_model(url: str) -> str | None:
 
 
 def _relay(tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> Engine:
-    with _gateway_extra():
-        from loopwright.gateway.relay.relay import Relay, RelayConfig
+    relay: Any = import_with_extra("loopwright.gateway.relay.relay", "the gateway")
     if tables["engine"]:
         raise typer.BadParameter("set engine.NAME at the workers.", param_hint="--set")
-    config = parse_settings(RelayConfig, tables["fleet"])
-    return Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=notice)
-
-
-@contextmanager
-def _gateway_extra() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise MissingExtra("the gateway", "gateway") from error
+    config = parse_settings(relay.RelayConfig, tables["fleet"])
+    engine: Engine = relay.Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=notice)
+    return engine

@@ -10,15 +10,11 @@ import typer
 from loopwright.cli.gateway import load_engine
 from loopwright.cli.options import assignment
 from loopwright.cli.serving import Tokenizer, exit_on_next_signal, next_signal, notice, parse_settings, token_from
-from loopwright.core.errors import MissingExtra, storage
+from loopwright.core.errors import storage
 from loopwright.core.runtime import run
 from loopwright.gateway.gateway import GatewayConfig
+from loopwright.rollouts import trial_server
 from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost, GatewayHost
-
-try:
-    from loopwright.rollouts.trial_server.server import TrialServer, TrialServerConfig
-except ImportError as error:
-    raise MissingExtra("the trial server", "gateway") from error
 
 _Settings = Annotated[
     list[str] | None,
@@ -77,7 +73,9 @@ def serve(
     options = dict(assignment(text, "--set") for text in settings or ())
     names = [name for name in options if name.startswith("engine.")]
     engine_options = {name.removeprefix("engine."): options.pop(name) for name in names}
-    config = parse_settings(TrialServerConfig, {"host": host, "port": port, "concurrency": concurrency} | options)
+    config = parse_settings(
+        trial_server.TrialServerConfig, {"host": host, "port": port, "concurrency": concurrency} | options
+    )
     if config.public and token_file is None:
         raise typer.BadParameter(
             f"{config.host} is open to other machines, and every client may run commands here. Restrict it to clients "
@@ -93,9 +91,13 @@ def serve(
     raise typer.Exit(128 + run(_serve(config, token, output, home.resolve(), own)))
 
 
-async def _serve(config: TrialServerConfig, token: str, output: Path, home: Path, own: GatewayHost | None) -> int:
+async def _serve(
+    config: "trial_server.TrialServerConfig", token: str, output: Path, home: Path, own: GatewayHost | None
+) -> int:
     stop_signal = next_signal()
-    async with TrialServer(config, token, output=output, scenario_dir=home, host=own, say=notice) as server:
+    async with trial_server.TrialServer(
+        config, token, output=output, scenario_dir=home, host=own, say=notice
+    ) as server:
         typer.echo(f"serving trials at {server.address}, {config.concurrency} at a time")
         counts = server.queue.counts()
         if waiting := counts.get("queued", 0) + counts.get("running", 0):

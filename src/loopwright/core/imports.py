@@ -13,7 +13,14 @@ from typing import Any
 
 from loopwright.core.errors import MissingExtra
 
-_EXTRAS = {"gymnasium": "rl", "stable_baselines3": "rl", "ray": "ray"}
+_EXTRAS = {
+    "aiohttp": "gateway",
+    "gymnasium": "rl",
+    "prometheus_client": "gateway",
+    "ray": "ray",
+    "stable_baselines3": "rl",
+    "tokenizers": "gateway",
+}
 """Packages whose absence is reported as a missing extra."""
 
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial, key_of
@@ -179,6 +180,18 @@ class LogLines(RunProgress):
         print(self.line(), file=self.file, flush=True)
 
 
+class _StateColumn(TextColumn):
+    """The line of a run; from a signal until the last trial has ended, also that it is stopping."""
+
+    def __init__(self, book: TrialBook) -> None:
+        super().__init__("{task.fields[line]}", markup=False, table_column=Column())  # wraps in a narrow terminal
+        self._book = book
+
+    def render(self, task: Task) -> Text:
+        text = super().render(task)
+        return text.append("; stopping, Ctrl-C again stops at once") if self._book.stopping else text
+
+
 class ProgressBar(RunProgress):
     """A progress bar for a terminal, with the curves of a training."""
 
@@ -187,12 +200,7 @@ class ProgressBar(RunProgress):
     def __init__(self, book: TrialBook, file: TextIO) -> None:
         super().__init__(book, file)
         console = Console(file=file)
-        self._progress = Progress(
-            SpinnerColumn(),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[line]}", markup=False, table_column=Column()),  # wraps in a narrow terminal
-            console=console,
-        )
+        self._progress = Progress(SpinnerColumn(), BarColumn(bar_width=30), _StateColumn(book), console=console)
         total = self.total if self.training is None else self.training.total
         self._task = self._progress.add_task("", total=total, completed=self.completed, line=self.line())
         # What is printed or logged into a file goes there unchanged.

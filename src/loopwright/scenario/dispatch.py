@@ -72,6 +72,8 @@ class Signals:
         if self.received is not None and not self.retrying:
             for book in self.books:
                 book.kill()
+            if os.isatty(1):  # a live display hides the cursor
+                os.write(1, b"\x1b[?25h\nstopped at once; continue with `loopwright resume`\n")
             os._exit(128 + number)
         self.received, self.retrying = self.received or number, False
         going_on = [book for book in list(self.books) if not book.stop()]

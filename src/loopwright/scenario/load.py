@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 
 from loopwright.agents import agents, rollout_agents
-from loopwright.core.errors import Problem, ScenarioError
+from loopwright.core.errors import Problem, ScenarioError, sentence
 from loopwright.core.registry import look_for_types
 from loopwright.execution.system import SystemConfig, systems
 from loopwright.scenario.checker import Checker
@@ -56,7 +56,7 @@ def load(
     try:
         raw = override(raw, overrides, os.environ)
     except ValueError as error:
-        problems.append(Problem("", f"{error}."))
+        problems.append(Problem("", sentence(error)))
     directory = Path(directory).absolute() if directory is not None else start / str(raw.get("home", ""))
     look_for_types(raw, directory)
     checker = Checker(directory, problems)

@@ -159,7 +159,7 @@ def _marks(digest: Digest, chart: Mapping[str, Any]) -> list[tuple[str, str]]:
     if any(chart["cached"]):
         marks.append(("ring", "from the cache"))
     if chart["answer"]:
-        marks.append(("gem", "the answer"))
+        marks.append(("gem", "best configuration"))
     if any(floor is not None for floor in chart["floors"]):
         marks.append(("low", "beyond the axis"))
     if chart["failed"]:

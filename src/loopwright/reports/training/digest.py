@@ -272,7 +272,8 @@ def warnings(digest: TrainingDigest) -> list[str]:
     ):
         if numbers:
             first = ", ".join(map(number, numbers[:10])) + (", …" if len(numbers) > 10 else "")
-            lines.append(f"{number(len(numbers))} of {number(len(digest.train))} steps {why}: {first}.")
+            steps = "step" if len(numbers) == 1 else "steps"
+            lines.append(f"{number(len(numbers))} of {number(len(digest.train))} steps {why}: {steps} {first}.")
     for step in (each for each in digest.evals if each.numbers.get("unreliable")):
         repeat = "; `loopwright resume` repeats it" if step is digest.evals[-1] else ""
         cuts = describe_cuts(step.numbers)
