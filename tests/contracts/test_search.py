@@ -423,8 +423,9 @@ def test_s13_an_aborted_trial_keeps_its_number_and_its_draw(tmp_path):
 
 
 def test_s14_the_look_up_uses_an_index(tmp_path):
-    """The time is measured by `benchmarks ledger`; this pins the query plan."""
+    """The time is measured by `benchmarks ledger`; this pins the query plan. The first look-up creates the index."""
     ledger = Ledger.create(tmp_path / "ledger.db")
+    assert ledger.find("k") is None
     plan = ledger._rows(
         "EXPLAIN QUERY PLAN SELECT number FROM trials WHERE key = ? AND outcome IN ('ok', 'infeasible') "
         "AND cached_from IS NULL AND key <> '' ORDER BY number LIMIT 1",

@@ -43,7 +43,10 @@ def canonical(value: Any) -> Any:
     elif (kind is int and -(2**63) <= value < 2**63) or (kind is str and value.isascii()):
         return value
     elif kind is dict:
-        return {canonical(str(name)): canonical(value[name]) for name in sorted(value, key=str)}
+        return {
+            name if type(name) is str and name.isascii() else canonical(str(name)): canonical(value[name])
+            for name in sorted(value, key=str)
+        }
     elif kind is tuple:
         return [canonical(item) for item in value]
     match value:

@@ -100,7 +100,9 @@ class SearchEnv:
 
         Remembering them is cheaper than asking the ledger about every new one.
         """
-        self._in_flight: dict[str, asyncio.Event] = {}
+        self._in_flight: dict[str, asyncio.Event | None] = {}
+        """By key: what equal trials wait for, if there are any."""
+        self._trials_directory = book.directory / "trials"
         self._metrics: Mapping[str, float] = {}
         self._best: dict[int, tuple[float, ...]] | None = None
         self._pending: dict[int, Observation] = {}
@@ -125,13 +127,15 @@ class SearchEnv:
         """
         pending = self._pending.get(slot)
         if pending is None or pending.step:
-            draw = 1 + max(self.book.draw, *(pending.draw or 0 for pending in self._pending.values()), 0)
-            regime = self.draws.sample(draw) if self.draws.values else {}
+            draw, regime = None, {}
+            if self.draws.values:
+                draw = 1 + max(self.book.draw, *(pending.draw or 0 for pending in self._pending.values()), 0)
+                regime = self.draws.sample(draw)
             # An episode of several trials starts without metrics: those of another regime would mislead.
             last = self._metrics if self.rules.episode_steps == 1 else {}
             metrics = {name: last.get(name) for name in self.metric_names}
-            self._pending[slot] = Observation(metrics, regime, draw if regime else None)
-        return self._pending[slot]
+            pending = self._pending[slot] = Observation(metrics, regime, draw)
+        return pending
 
     def step(
         self,
@@ -256,7 +260,7 @@ class SearchEnv:
 
     async def _discard(self, trial: Trial) -> None:
         """Delete the directories that `keep` does not ask for."""
-        trials, best = self.book.directory / "trials", self.rules.keep == "best"
+        best = self.rules.keep == "best"
         doomed = [trial.number] if best or trial.outcome in (Outcome.OK, Outcome.STOPPED) else []
         if best and trial.reward is not None:
             if self._best is None:
@@ -269,7 +273,8 @@ class SearchEnv:
         for number in doomed:
             # Renamed first: a worker that takes an unused directory for its next call does not find this one.
             with suppress(FileNotFoundError):
-                directory = (trials / str(number)).rename(trials / f".{number}.deleted")
+                directory = self._trials_directory / str(number)
+                directory = directory.rename(self._trials_directory / f".{number}.deleted")
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def _lookup(self, trial: Trial) -> Result | None:
@@ -279,7 +284,8 @@ class SearchEnv:
             while trial.key in self._in_flight:
                 # That may take long: held writes must not wait as well.
                 self.book.ledger.flush()
-                await self._in_flight[trial.key].wait()
+                committed = self._in_flight[trial.key] = self._in_flight[trial.key] or asyncio.Event()
+                await committed.wait()
             if self._answered is None:
                 self._answered = self.book.ledger.answered_keys()
             if hash(trial.key) in self._answered and (cached := self.book.ledger.find(trial.key)):
@@ -310,7 +316,7 @@ class SearchEnv:
             record["noise"] = trial.noise
         job = Job(
             trial=trial.number,
-            directory=self.book.directory / "trials" / str(trial.number),
+            directory=self._trials_directory / str(trial.number),
             arguments=arguments,
             parameters_json=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
             marker=f"{self._marker}.{trial.number}",
@@ -323,7 +329,7 @@ class SearchEnv:
         )
         caches = self.rules.cache != "off"
         if caches:
-            committed = self._in_flight[trial.key] = asyncio.Event()
+            self._in_flight.setdefault(trial.key, None)
         try:
             for retry in range(self.rules.retries + 1):
                 if self.rules.fidelity is not None:
@@ -336,8 +342,7 @@ class SearchEnv:
                 job, curve = replace(job, is_retry=True, handle=""), None
             return result if curve is None else curve.finish(result)
         finally:
-            if caches:
-                self._in_flight.pop(trial.key, None)
+            if caches and (committed := self._in_flight.pop(trial.key, None)) is not None:
                 asyncio.get_running_loop().call_soon(committed.set)
 
     def _feedback(self, trials: Sequence[Trial], previous: Observation, slot: int | None = None) -> Feedback:

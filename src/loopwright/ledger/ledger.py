@@ -32,7 +32,6 @@ CREATE TABLE trials (
     reserved_at REAL NOT NULL, finished_at REAL,
     reserve_seq INTEGER, reserve_hash BLOB, result_seq INTEGER, result_hash BLOB
 ) STRICT;
-CREATE INDEX trials_by_key ON trials (key) WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> '';
 CREATE TABLE attempts (
     trial INTEGER NOT NULL, attempt INTEGER NOT NULL, handle TEXT NOT NULL,
     started_at REAL NOT NULL, ended_at REAL, outcome TEXT, reason TEXT, PRIMARY KEY (trial, attempt)
@@ -42,6 +41,10 @@ CREATE TABLE payloads (
 ) STRICT;
 CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 """
+_INDEX_KEYS = (
+    "CREATE INDEX IF NOT EXISTS trials_by_key ON trials (key) "
+    "WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> ''"
+)
 _COLUMNS = (
     "number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, "
     "cached_from, reserved_at, finished_at, noise, phase"
@@ -58,6 +61,7 @@ _SET_ATTEMPT = (
     "SELECT ?, count(*) + (count(*) = count(ended_at)), ?, ? FROM attempts WHERE trial = ? "
     "ON CONFLICT DO UPDATE SET handle = excluded.handle RETURNING attempt, started_at"
 )
+_INSERT_FIRST_ATTEMPT = "INSERT OR IGNORE INTO attempts (trial, attempt, handle, started_at) VALUES (?, 1, ?, ?)"
 _ATTEMPT = returning("trial, attempt", KINDS["attempt"].columns)
 
 
@@ -83,6 +87,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         self._rows = self.transaction.rows
         self.flush = self.transaction.flush
         """Write to disk everything that was reserved and committed."""
+        self._has_keys_indexed = chain is None
 
     # -- opening ------------------------------------------------------------------------------------------------
 
@@ -172,8 +177,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         """
         with self.transaction.held if hold else self.transaction as connection:
             for t in trials:
-                noise = text(t.noise) if t.noise else "{}"
-                draw = (t.draw, text(t.regime), noise, t.phase, float(t.reserved_at))
+                drawn = (text(t.regime) if t.regime else "{}", text(t.noise) if t.noise else "{}")
+                draw = (t.draw, *drawn, t.phase, float(t.reserved_at))
                 row = (t.number, t.group, t.repeat, text(t.action), t.key, *draw)
                 self.chain.last = link(self.chain.last, "reserve", t.number, "", row)
                 connection.execute(_INSERT_TRIAL, (*row, *self.chain.last))
@@ -186,9 +191,11 @@ class Ledger(AbstractContextManager["Ledger"]):
         It belongs to the open attempt at the trial, whose number is returned; if there is none, it opens one.
         """
         with self.transaction as connection:
-            ((attempt, started_at),) = connection.execute(
-                _SET_ATTEMPT, (number, handle, time.time(), number)
-            ).fetchall()
+            attempt, started_at = 1, time.time()
+            if connection.execute(_INSERT_FIRST_ATTEMPT, (number, handle, started_at)).rowcount != 1:
+                ((attempt, started_at),) = connection.execute(
+                    _SET_ATTEMPT, (number, handle, started_at, number)
+                ).fetchall()
             self.chain.add("attempt", number, (handle, started_at, None, None, None), str(attempt))
         return int(attempt)
 
@@ -311,6 +318,11 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def find(self, key: str) -> Trial | None:
         """The first trial that answers this key, in time that does not depend on how many there are."""
+        if not self._has_keys_indexed:
+            # Only now: most runs propose no point twice, and the index costs more than any other page of a commit.
+            with self.transaction as connection:
+                connection.execute(_INDEX_KEYS)
+            self._has_keys_indexed = True
         rows = self._rows(
             f"SELECT {_COLUMNS} FROM trials WHERE key = ? AND outcome IN ('ok', 'infeasible') "
             "AND cached_from IS NULL AND key <> '' ORDER BY number LIMIT 1",

@@ -77,7 +77,8 @@ class SearchAgent(Agent):
     def __init__(self, env: Any, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
         self._in_flight = 0
-        self._landed = asyncio.Event()
+        self._landed: asyncio.Event | None = None
+        """Set when a trial has ended, if a slot waits for one."""
 
     @abstractmethod
     def select_action(self, observation: Observation) -> Action | None:
@@ -135,11 +136,13 @@ class SearchAgent(Agent):
             trial = self.next_trial(unfinished, self._in_flight)
             if trial is None:
                 env.book.ledger.flush()
-                if not self._in_flight:
+                if self._in_flight:
+                    self._landed = self._landed or asyncio.Event()
+                    await self._landed.wait()
+                    continue
+                if self._landed is not None:
                     self._landed.set()
-                    return
-                await self._landed.wait()
-                continue
+                return
             self._in_flight += 1
             try:
                 feedback = await trial
@@ -147,9 +150,10 @@ class SearchAgent(Agent):
                 self._in_flight -= 1
             if not feedback.phase:  # a trial that the agent proposed; the others are the campaign's own
                 self.update_policy(feedback)
-            # Wakes the slots that wait now; later ones wait for the next trial to end.
-            self._landed.set()
-            self._landed = asyncio.Event()
+            if self._landed is not None:
+                # Wakes the slots that wait now; later ones wait for the next trial to end.
+                self._landed.set()
+                self._landed = None
             if feedback.trial % 64 == 0:
                 # Trials that are answered from the cache never wait; give those in flight their turn.
                 await asyncio.sleep(0)
