@@ -1,10 +1,13 @@
 import csv
+import io
 
 import pytest
 
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.reports.formatting import ends
 from loopwright.reports.objective import Objective
+from loopwright.reports.progress import RunProgress
 from loopwright.reports.search.headline import describe_difference, gain
 from loopwright.scenario.dispatch import begin, build
 from loopwright.scenario.load import load
@@ -93,3 +96,21 @@ def test_s11_trajectory_is_appended_while_the_run_goes(tmp_path):
 )
 def test_the_ends_of_a_narrow_interval_can_be_told_apart(low, high, text):
     assert ends(low, high) == text
+
+
+def test_a_confirmation_in_progress_shows_the_mean_with_the_declared_weights(begin, tmp_path):
+    about = {"env_params": {"size": {"weights": [0.9, 0.1]}}, "parameters": {"x": [1, 2], "size": [256, 512]}}
+    run = begin("r", **about, objectives=["y"], rollout=None, budget=8)
+    for x, calm, storm in ((1, 10.0, 5.0), (2, 9.0, 20.0)):
+        run.add({"x": x}, calm, regime={"size": 256}, phase="confirm")
+        run.add({"x": x}, storm, regime={"size": 512}, phase="confirm")
+    progress = RunProgress(TrialBook("r", tmp_path, run.ledger), io.StringIO())
+    assert "best mean y = 10.1 (2 fresh measurements)" in progress.line()
+
+
+def test_a_confirmation_in_progress_shows_all_objectives(begin, tmp_path):
+    run = begin("r", objectives=["rps", "−latency_ms"], rollout=None, budget=8)
+    run.add({"x": 1}, 10.0, -3.0, phase="confirm")
+    run.add({"x": 1}, 20.0, -4.0, phase="confirm")
+    progress = RunProgress(TrialBook("r", tmp_path, run.ledger), io.StringIO())
+    assert "best mean rps = 15, latency_ms = 3.5 (2 fresh measurements)" in progress.line()

@@ -127,7 +127,8 @@ class SearchEnv:
         """
         pending = self._pending.get(slot)
         if pending is None or pending.step:
-            draw, regime = None, {}
+            draw: int | None = None
+            regime: Regime = {}
             if self.draws.values:
                 draw = 1 + max(self.book.draw, *(pending.draw or 0 for pending in self._pending.values()), 0)
                 regime = self.draws.sample(draw)

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import fmean
 from typing import Any, ClassVar, Protocol, TextIO
 
 from rich.console import Console, Group
@@ -21,6 +20,7 @@ from loopwright.reports import formatting
 from loopwright.reports.formatting import duration, number
 from loopwright.reports.objective import Objective
 from loopwright.reports.training.progress import TrainingProgress
+from loopwright.selection.estimate import RegimeWeights, estimate
 
 _LOG_INTERVAL_S = 10.0
 _DRAW_INTERVAL_S = 0.1
@@ -42,6 +42,7 @@ class RunProgress(Observer):
         # A remeasurement goes beyond the budget that is recorded with the run.
         self.total: int | None = None if about["budget"] is None else max(about["budget"], book.budget or 0)
         self.objectives = [Objective.of(label) for label in about["objectives"]]
+        self._weight = RegimeWeights(about)
         self.cached_are_free = not book.count_cached
         self.training = TrainingProgress.of(book.ledger)
         counts = book.ledger.counts()
@@ -136,9 +137,9 @@ class RunProgress(Observer):
             parts = [f"{counted}/{total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
             parts += [f"{self.stopped} stopped"] if self.stopped else []
             if self.fresh:
-                trials = max(self.fresh.values(), key=lambda trials: _means(trials)[0])
-                count = formatting.counted(len(trials), "fresh measurement")
-                parts.append(f"confirming: best mean {self._values(_means(trials))} ({count})")
+                means, count = max((self._means(trials), len(trials)) for trials in self.fresh.values())
+                measurements = formatting.counted(count, "fresh measurement")
+                parts.append(f"confirming: best mean {self._values(means)} ({measurements})")
             elif self.best is not None and self.best.reward is not None:
                 values = self._values(self.best.reward.objectives)
                 parts.append(f"best {values} (trial {self.best.number}, measured once)")
@@ -147,16 +148,19 @@ class RunProgress(Observer):
             parts.append(f"{duration(max(1, round(left)))} left")
         return f"{self.name}: {', '.join(parts)}"
 
+    def _means(self, trials: Sequence[Trial]) -> list[float]:
+        """The mean of each objective, over the regimes with their weights."""
+        weights = {key_of(trial.regime): self._weight(trial.regime) for trial in trials}
+        rewards = [(key_of(trial.regime), trial.reward.objectives) for trial in trials if trial.reward]
+        return [
+            estimate([(regime, values[objective]) for regime, values in rewards], weights).mean
+            for objective in range(len(self.objectives))
+        ]
+
     def _values(self, rewards: Sequence[float]) -> str:
         """All objectives in their own units."""
         pairs = zip(self.objectives, rewards, strict=False)
         return ", ".join(f"{own.name} = {number(own.value(reward), 6)}" for own, reward in pairs)
-
-
-def _means(trials: Sequence[Trial]) -> list[float]:
-    """The mean of each objective."""
-    rewards = [trial.reward.objectives for trial in trials if trial.reward]
-    return [fmean(values) for values in zip(*rewards, strict=True)]
 
 
 class LogLines(RunProgress):
