@@ -173,7 +173,7 @@ def _check(output: Path, sessions: int) -> None:
     long_ones = ROUNDS * SESSIONS
     expected = (sessions - long_ones) * TURNS + long_ones * LONG
     with sqlite3.connect(output / "gateway.db") as db:
-        (finished,) = db.execute("SELECT count(*) FROM calls WHERE ended_at IS NOT NULL").fetchone()
+        (finished,) = db.execute("SELECT count(*) FROM nodes WHERE ended_at IS NOT NULL").fetchone()
     if finished != expected:
         raise RuntimeError(f"{finished} turns are on disk, and {expected} were answered")
 

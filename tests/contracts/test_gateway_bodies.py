@@ -23,7 +23,7 @@ def traces(session):
     """All that a session holds of its requests, in memory and on disk."""
     live, store = session.served, session.served.store
     graph = live.session.graph
-    tables = () if store is None else (store.rows("SELECT * FROM nodes"), store.rows("SELECT * FROM calls"))
+    tables = () if store is None else store.rows("SELECT * FROM nodes")
     prefixes = [p for dialect in live.dialects.values() for p in dialect.bodies._prefixes if len(p.data) > 500]
     indexes = (graph._by_key, graph._children, graph.keys)
     return len(graph.nodes), graph.tokens, live.session.verdicts, dict(live._calls), indexes, prefixes, tables

@@ -219,7 +219,7 @@ def test_row_ended_early(tmp_path):
             async for chunk in await chat(client, [user("a")], stream=True):
                 if chunk.choices and chunk.choices[0].finish_reason:
                     with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
-                        (ended_at,) = store.execute("SELECT ended_at FROM calls").fetchone()
+                        (ended_at,) = store.execute("SELECT ended_at FROM nodes WHERE call IS NOT NULL").fetchone()
                     assert ended_at is not None
                     return
             pytest.fail("no terminal event came")
@@ -257,7 +257,9 @@ def test_row_lost_call(tmp_path):
             talking = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
             with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
-                assert store.execute("SELECT ended_at FROM calls").fetchall() == [(None,)], "the intent is stored"
+                assert store.execute("SELECT ended_at FROM nodes WHERE call IS NOT NULL").fetchall() == [(None,)], (
+                    "the intent is stored"
+                )
             copy = tmp_path / "copy"
             copy.mkdir()
             with (

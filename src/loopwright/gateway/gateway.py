@@ -363,15 +363,18 @@ class Gateway:
                 self.sessions[id] = session
 
     async def _sweep(self) -> None:
-        """Close sessions that have expired, and release those that have ended and can be read again."""
         while True:
             await asyncio.sleep(1.0)
             self._recover_open()
-            for session in list(self.sessions.values()):
-                with suppress(StorageError):  # the next sweep tries again; requests for it raise the error
-                    await session.tidy()
-                if self._is_over(session):
-                    self._drop(session)
+            await self._tidy()
+
+    async def _tidy(self) -> None:
+        """Close sessions that have expired, and release those that have ended and can be read again."""
+        for session in list(self.sessions.values()):
+            with suppress(StorageError):  # the next sweep tries again; requests for it raise the error
+                await session.tidy()
+            if self._is_over(session):
+                self._drop(session)
 
     def _is_over(self, session: ServedSession) -> bool:
         """Whether a session can leave memory: it can be read again, or its owner has collected its episode."""

@@ -1,8 +1,10 @@
 """Operating a gateway: health, metrics, the access log, the routes, and shutdown."""
 
 import asyncio
+import gc
 import re
 import threading
+import weakref
 from contextlib import contextmanager
 
 import aiohttp
@@ -40,6 +42,30 @@ async def measured(gateway, headers=None):
             name, value = re.fullmatch(r"loopwright_gateway_([a-z_]+(?:\{.+\})?) ([0-9.e+-]+)", line).groups()
             values[name] = float(value)
     return values
+
+
+def test_a_session_that_has_left_memory_is_freed_without_the_garbage_collector(tmp_path):
+    """A gateway that serves collects old objects next to never."""
+
+    async def body():
+        async with serve(output=tmp_path) as gateway:
+            opened = await gateway.open("s")
+            messages = [user("a")]
+            async with client_of(opened) as client:
+                await client.chat.completions.create(model="any", messages=messages)
+                await client.responses.create(model="any", input="a")
+                stream = await client.chat.completions.create(model="any", messages=messages, stream=True)
+                assert [chunk async for chunk in stream]
+            freed = weakref.ref(opened.served.session)
+            await gateway.delete("s")
+            del opened
+            await until(lambda: not gateway.sessions and freed() is None)
+
+    gc.disable()
+    try:
+        run(body)
+    finally:
+        gc.enable()
 
 
 # -- health ---------------------------------------------------------------------------------------------------------

@@ -4,15 +4,16 @@ import asyncio
 import sqlite3
 import time
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import pytest
 
-from loopwright.core.episode import Node
+from loopwright.core.episode import Node, Span
 from loopwright.core.errors import StorageError
 from loopwright.gateway.dialects.base import TurnRequest
 from loopwright.gateway.sessions.graph import key_of
 from loopwright.gateway.sessions.session_config import is_generated, is_id, new_id
-from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_statement
+from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_row
 from tests.gateway.harness import ADD, run, serve, user
 
 
@@ -25,16 +26,26 @@ def opened(path):
         store.close()
 
 
-def intent(session, node, begun_at=1.0):
-    return INTENT, (session, node, "call", 0, b"digest", "chat", "{}", "seed", begun_at, "exact", "", None, "{}")
+EMPTY = Node(0, {"role": "assistant", "content": ""}, finish="cut")
 
 
-def result(session, node, ended_at=2.0):
-    return RESULT, (ended_at, None, None, session, node)
+def intent(session, number, begun_at=1.0, node=EMPTY):
+    call = ("call", 0, b"digest", "chat", "{}", "seed", begun_at, "exact", "", None, "{}")
+    return INTENT, (*node_row(session, number, node, None), *call)
+
+
+def result(session, number, ended_at=2.0, node=EMPTY):
+    _, _, _, *turn = node_row(session, number, node, key_of(node.message))
+    return RESULT, (*turn, ended_at, None, None, session, number)
+
+
+def given(session, number, node):
+    return NODE, node_row(session, number, node, key_of(node.message))
 
 
 def calls_of(store):
-    return store.rows("SELECT session, node, begun_at, ended_at, verdict FROM calls ORDER BY session, node")
+    query = "SELECT session, number, begun_at, ended_at, verdict FROM nodes WHERE call IS NOT NULL"
+    return store.rows(f"{query} ORDER BY session, number")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 71])
@@ -42,16 +53,19 @@ def test_t04_many_calls_at_once_are_all_written(tmp_path, count):
     async def story():
         with opened(tmp_path) as store:
             nodes = [Node(0, user(f"{n}"), (n, 2**40 + n), (0.0, -0.5)) for n in range(count)]
-            done = [
-                store.write([node_statement(f"s{n:03}", 1, node, key_of(node.message)), intent(f"s{n:03}", 1)])
-                for n, node in enumerate(nodes)
+            turns = [
+                Node(1, {"role": "assistant", "content": f"{n}"}, (n,), (-0.5,), (Span(0, 1, n),), "stop")
+                for n in range(count)
             ]
+            done = [store.write([given(f"s{n:03}", 1, node), intent(f"s{n:03}", 2)]) for n, node in enumerate(nodes)]
             await asyncio.gather(*done)
-            await asyncio.gather(*(store.write([result(f"s{n:03}", 1, 2.0 + n)]) for n in range(count) if n % 2))
-            assert calls_of(store) == [(f"s{n:03}", 1, 1.0, 2.0 + n if n % 2 else None, "exact") for n in range(count)]
-            assert [load_nodes(store.rows, f"s{n:03}") for n in range(count)] == [
-                [(each, key_of(each.message))] for each in nodes
-            ]
+            odd = range(1, count, 2)
+            await asyncio.gather(*(store.write([result(f"s{n:03}", 2, 2.0 + n, turns[n])]) for n in odd))
+            assert calls_of(store) == [(f"s{n:03}", 2, 1.0, 2.0 + n if n % 2 else None, "exact") for n in range(count)]
+            for n, node in enumerate(nodes):
+                turn = replace(turns[n], parent=0) if n % 2 else EMPTY  # a result does not move a turn
+                key = key_of(turn.message) if n % 2 else None
+                assert load_nodes(store.rows, f"s{n:03}") == [(node, key_of(node.message)), (turn, key)]
 
     run(story)
 
@@ -120,7 +134,7 @@ def test_a_failed_write_is_reported_to_all_that_it_was_written_with(tmp_path):
     async def story():
         with opened(tmp_path) as store:
             written = await asyncio.gather(
-                store.write([intent("s", 1)]), store.write([(NODE, ("s", None, *[b""] * 7))]), return_exceptions=True
+                store.write([intent("s", 1)]), store.write([(NODE, ("s", None, *[b""] * 8))]), return_exceptions=True
             )
             assert any(isinstance(each, StorageError) for each in written)
             kept = [("s", 1, 1.0, None, "exact")] if written[0] is None else []
@@ -168,7 +182,7 @@ def test_t04_small_and_large_writes_keep_their_order(tmp_path):
             writes = []
             for size in sizes:
                 node = Node(0, user(f"{size}"), (7,) * size, (0.0,) * size)
-                writes.append(store.write([node_statement("s", 1, node, key_of(node.message))]))
+                writes.append(store.write([given("s", 1, node)]))
                 await asyncio.sleep(0)
             await asyncio.gather(*writes)
             assert [len(node.ids) for node, _ in load_nodes(store.rows, "s")] == sizes[-1:]
@@ -181,7 +195,7 @@ def test_the_log_does_not_grow_without_bound(tmp_path):
         with opened(tmp_path) as store:
             node = Node(0, user("x" * 100_000), (7,) * 1000, (0.0,) * 1000)
             for number in range(600):
-                await store.write([node_statement(f"s{number}", 1, node, key_of(node.message))] * 3)
+                await store.write([given(f"s{number}", 1, node)] * 3)
             assert store.path.stat().st_size > 40_000_000
             assert store.path.with_name("gateway.db-wal").stat().st_size < 120_000_000
 

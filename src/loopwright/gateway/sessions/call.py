@@ -5,7 +5,7 @@ when the last one leaves, sampling stops. A retry of the same request joins the 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import orjson
 
 from loopwright.engines.base import BadSampling, ContextFull
 from loopwright.gateway.sessions.exactness import Exactness
-from loopwright.gateway.sessions.store import INTENT, RESULT, DiskStore, Statement, node_statement
+from loopwright.gateway.sessions.store import INTENT, RESULT, DiskStore, Statement
 from loopwright.gateway.sessions.turn import Delta, Draft, Turn
 
 if TYPE_CHECKING:
@@ -166,13 +166,14 @@ class SessionCall:
         loop, timer = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
         since = loop.time()
 
-        def keep_alive() -> None:  # one timer for all deltas: a stream has many
+        # One timer for all deltas: a stream has many. It is given itself: a cycle would keep the session in memory.
+        def keep_alive(again: Callable[..., None]) -> None:
             left_s = since + keepalive_s - loop.time()
             if left_s <= 0:
                 self._wake()
-            timer[:] = [loop.call_later(left_s if left_s > 0 else keepalive_s, keep_alive)]
+            timer[:] = [loop.call_later(left_s if left_s > 0 else keepalive_s, again, again)]
 
-        keep_alive()
+        keep_alive(keep_alive)
         try:
             while True:
                 if count < len(deltas):
@@ -295,22 +296,21 @@ class SessionCall:
         statements: list[Statement] = []
         for choice, draft in enumerate(self.drafts):
             verdict = draft.verdict
-            call = (owner.id, draft.node, self.id, choice, self.digest, self.record.dialect)
             sampling, options, sampling_json, options_json = owner.latest_intent
             if sampling is not draft.sampling or options is not draft.options:
                 sampling_json, options_json = draft.sampling.model_dump_json(), draft.options.as_json()
                 owner.latest_intent = draft.sampling, draft.options, sampling_json, options_json
-            prompt = (sampling_json, draft.seed, now, verdict.kind, verdict.reason, verdict.token)
-            statements.append((INTENT, (*call, *prompt, self.record.as_json(options_json))))
+            call = (self.id, choice, self.digest, self.record.dialect, sampling_json, draft.seed, now)
+            prompt = (verdict.kind, verdict.reason, verdict.token, self.record.as_json(options_json))
+            statements.append((INTENT, (*owner.node_row(draft.node), *call, *prompt)))
         return statements
 
     def _results(self) -> list[Statement]:
         owner, now = self.owner, self.owner.clock()
-        graph, verdicts = owner.session.graph, owner.session.verdicts
         statements: list[Statement] = []
         for draft in self.drafts:
-            number, verdict = draft.node, verdicts[draft.node]
-            statements.append(node_statement(owner.id, number, graph.nodes[number], graph.keys.get(number)))
+            verdict = owner.session.verdicts[draft.node]
             failure = (verdict.reason, verdict.token) if verdict.kind == Exactness.BROKEN else (None, None)
-            statements.append((RESULT, (now, *failure, owner.id, number)))
+            id, number, _, *turn = owner.node_row(draft.node)
+            statements.append((RESULT, (*turn, now, *failure, id, number)))
         return statements

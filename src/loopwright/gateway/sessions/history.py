@@ -5,6 +5,7 @@ Deleted responses and conversations can no longer be referred to. What was recor
 
 import asyncio
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ class SessionHistory:
     """The turns and conversations of one session."""
 
     def __init__(self, owner: "ServedSession") -> None:
-        self._owner = owner
+        self._owner = weakref.proxy(owner)  # no cycle: a session that leaves memory is freed at once
         self.records: dict[int, CallRecord] = {}
         """What is recorded of the request of each turn, by its node."""
         self._nodes: dict[str, int] = {}

@@ -23,12 +23,13 @@ from loopwright.gateway.sessions.session import Session, SessionLimits
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.store import (
     GAP,
+    NODE,
     SESSION,
     DiskStore,
     Statement,
     delete_statements,
     load_nodes,
-    node_statement,
+    node_row,
     truncate_statements,
 )
 from loopwright.gateway.sessions.template import ChatTemplate
@@ -234,10 +235,8 @@ class ServedSession:
         self._saved_nodes = len(graph.nodes)
         # Running calls save themselves; usually there are no others.
         others = set() if self.unsaved <= self._running else self.unsaved - self._running
-        rows = [
-            node_statement(self.id, number, graph.nodes[number], graph.keys.get(number))
-            for number in range(since, self._saved_nodes)
-        ]
+        numbers = range(since, self._saved_nodes)  # without those of turns, which their calls write
+        rows: list[Statement] = [(NODE, self.node_row(each)) for each in numbers if each not in self.history.records]
         try:
             rows += [row for call in others for row in call.statements()]
             await self.store.write([*rows, *statements])
@@ -246,6 +245,11 @@ class ServedSession:
             raise
         if others:
             self.unsaved -= others - self._running
+
+    def node_row(self, number: int) -> tuple[Any, ...]:
+        """A node as the store has it."""
+        graph = self.session.graph
+        return node_row(self.id, number, graph.nodes[number], graph.keys.get(number))
 
     async def settle(self) -> None:
         """Return once the store has the session's current status. One task writes it for all who wait."""
@@ -388,8 +392,8 @@ class ServedSession:
         self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
         self.outcome, self.restored, self._saved_status = Outcome(outcome), self.status == "open", self.status
         query = (
-            "SELECT node, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token, "
-            "failure, failed_at FROM calls WHERE session = ? ORDER BY begun_at, choice"
+            "SELECT number, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token, "
+            "failure, failed_at FROM nodes WHERE session = ? AND call IS NOT NULL ORDER BY begun_at, choice"
         )
         rows = store.rows(query, (self.id,))
         prompts, verdicts = {}, {}

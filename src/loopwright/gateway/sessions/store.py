@@ -30,8 +30,16 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of, packer
 from loopwright.ledger.sqlite import Transaction, connect, explained
 
-VERSION = 4
-_SCHEMA = """
+VERSION = 5
+_OBJECTS = """
+CREATE TABLE objects (session TEXT NOT NULL, id TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (session, id)) STRICT;
+"""
+_CALL = (
+    "call TEXT, choice INTEGER, digest BLOB, dialect TEXT, sampling TEXT, seed TEXT, begun_at REAL, verdict TEXT, "
+    "reason TEXT, token INTEGER, manner TEXT, ended_at REAL, failure TEXT, failed_at INTEGER"
+)
+"""The columns of a turn: its call, and how it ended. They are in the table of nodes, as every index costs a page."""
+_SCHEMA = f"""
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, terms TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
     closed_at REAL, outcome TEXT NOT NULL, reason TEXT NOT NULL, snapshot TEXT NOT NULL
@@ -39,19 +47,10 @@ CREATE TABLE sessions (
 CREATE TABLE nodes (
     session TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER NOT NULL, key TEXT, message TEXT NOT NULL,
     ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans TEXT NOT NULL, finish TEXT,
-    is_delivered INTEGER NOT NULL DEFAULT 1, PRIMARY KEY (session, number)
+    is_delivered INTEGER NOT NULL DEFAULT 1, {_CALL}, PRIMARY KEY (session, number)
 ) STRICT;
-CREATE TABLE calls (
-    session TEXT NOT NULL, node INTEGER NOT NULL, call TEXT NOT NULL, choice INTEGER NOT NULL, digest BLOB NOT NULL,
-    dialect TEXT NOT NULL, sampling TEXT NOT NULL, seed TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL,
-    verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER, manner TEXT NOT NULL, failure TEXT, failed_at INTEGER,
-    PRIMARY KEY (session, node)
-) STRICT;
-"""
-_OBJECTS = """
-CREATE TABLE objects (session TEXT NOT NULL, id TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (session, id)) STRICT;
-"""
-# Format 2 stored a turn's failure in place of its prompt's verdict.
+{_OBJECTS}"""
+# Format 2 stored a turn's failure in place of its prompt's verdict, and up to format 4, calls had their own table.
 _FROM_2 = """
 ALTER TABLE calls ADD COLUMN failure TEXT;
 ALTER TABLE calls ADD COLUMN failed_at INTEGER;
@@ -59,21 +58,32 @@ UPDATE calls SET failure = reason, failed_at = token, verdict = 'exact', reason 
 WHERE verdict = 'broken';
 """
 _FROM_3 = f"ALTER TABLE nodes ADD COLUMN is_delivered INTEGER NOT NULL DEFAULT 1; {_OBJECTS}"
-_UPGRADES = {0: _SCHEMA + _OBJECTS, 2: _FROM_2 + _FROM_3, 3: _FROM_3}
+_CALL_NAMES = ", ".join(column.split()[0] for column in _CALL.split(", "))
+_FROM_4 = "".join(f"ALTER TABLE nodes ADD COLUMN {column};" for column in _CALL.split(", "))
+_FROM_4 += f"""
+UPDATE nodes SET ({_CALL_NAMES}) = (SELECT {_CALL_NAMES} FROM calls WHERE session = nodes.session AND node = number);
+DROP TABLE calls;
+"""
+_UPGRADES = {0: _SCHEMA, 2: _FROM_2 + _FROM_3 + _FROM_4, 3: _FROM_3 + _FROM_4, 4: _FROM_4}
 
-# Each for one row; `_group` merges several rows into one statement.
-# Not `INSERT OR REPLACE`, which would write the index again when a turn replaces its empty node.
-NODE = (
-    "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session, number) DO UPDATE SET "
-    "(parent, key, message, ids, logprobs, spans, finish, is_delivered) = (excluded.parent, excluded.key, "
-    "excluded.message, excluded.ids, excluded.logprobs, excluded.spans, excluded.finish, excluded.is_delivered)"
+# Each for one row; `_merge` merges several rows into one statement.
+NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?{})"
+INTENT = NODE.format(", ?" * 11 + ", NULL" * 3)
+"""The node of a turn and its call, before anything is sampled; or again, before a call continues."""
+NODE = NODE.format(", NULL" * 14)
+RESULT = (  # not a replacement, which would write the index again
+    "UPDATE nodes SET key = ?, message = ?, ids = ?, logprobs = ?, spans = ?, finish = ?, is_delivered = ?, "
+    "ended_at = ?, failure = ?, failed_at = ? WHERE session = ? AND number = ?"
 )
-INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?, NULL, NULL)"
-RESULT = "UPDATE calls SET ended_at = ?, failure = ?, failed_at = ? WHERE session = ? AND node = ?"
 _RESULTS = (  # for a single row it takes ten times as long
-    "UPDATE calls SET ended_at = result.column1, failure = result.column2, failed_at = result.column3 "
-    "FROM (VALUES (?, ?, ?, ?, ?)) AS result WHERE session = result.column4 AND node = result.column5"
+    "UPDATE nodes SET key = result.column1, message = result.column2, ids = result.column3, "
+    "logprobs = result.column4, spans = result.column5, finish = result.column6, is_delivered = result.column7, "
+    "ended_at = result.column8, failure = result.column9, failed_at = result.column10 "
+    "FROM (VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)) AS result "
+    "WHERE session = result.column11 AND number = result.column12"
 )
+_IDS = {NODE: 5, INTENT: 5, RESULT: 2}
+"""Which of their values are token ids."""
 OBJECT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?)"
 """A conversation that the client opened, as JSON; empty for a deleted conversation or response."""
 SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -201,7 +211,7 @@ class DiskStore:
         if not jobs:  # they were committed with those of a single call
             return
         size = sum(
-            _ROW_BYTES + (_ID_BYTES * len(values[5]) if query is NODE else 0)
+            _ROW_BYTES + (_ID_BYTES * len(values[at]) if (at := _IDS.get(query)) else 0)
             for statements, _ in jobs
             for query, values in statements
         )
@@ -210,7 +220,9 @@ class DiskStore:
         is_quick = size <= _MAX_QUICK_BYTES and start_s >= self._quick_after_s
         if is_quick and not self._thread_batches and not self._failed_bytes:
             try:
-                self._commit(self._quick_transaction, [each for statements, _ in jobs for each in statements])
+                with self._quick_transaction as connection:
+                    for query, rows in _group(jobs):
+                        connection.executemany(query, rows)
             except Exception:  # noqa: BLE001  the thread tries again, and reports it
                 self._hand_over(jobs)
             else:
@@ -246,11 +258,6 @@ class DiskStore:
         if self._checkpointer is not None:
             self._checkpointer.join()
 
-    def _commit(self, transaction: Transaction, statements: Iterable[Statement]) -> None:
-        with transaction as connection:
-            for query, values in statements:
-                connection.execute(query, values)
-
     def _work(self) -> None:
         more = True
         while more:
@@ -261,7 +268,10 @@ class DiskStore:
             jobs = [job for batch in batches if batch is not None for job in batch]
             failure: Exception | None = None
             try:
-                self._commit(self._transaction, _group([each for statements, _ in jobs for each in statements]))
+                with self._transaction as connection:
+                    for query, rows in _group(jobs):
+                        for merged, values in _merge(query, rows):
+                            connection.execute(merged, values)
             except Exception as error:  # noqa: BLE001  raised to those who await the writes
                 failure = error
             if failure is not None or self._failed_bytes:
@@ -292,30 +302,32 @@ def _resolve(futures: Sequence[asyncio.Future[None]], failure: Exception | None 
             future.exception()  # so that asyncio does not log it as never retrieved
 
 
-def _group(statements: Sequence[Statement]) -> Iterable[Statement]:
-    """Merge rows into fewer statements, unless the order between queries matters.
-
-    After each statement the thread waits for the interpreter lock, which costs more than writing a row. The event loop
-    holds it already.
-    """
+def _group(jobs: Iterable[_Write]) -> Iterable[tuple[str, Sequence[tuple[Any, ...]]]]:
+    """The rows of each query, unless the order between queries matters."""
+    statements = [each for statements, _ in jobs for each in statements]
     groups: dict[str, list[tuple[Any, ...]]] = {query: [] for query in (NODE, INTENT, RESULT)}
     results = set()
     for query, values in statements:
         # The intent of a call that starts again must follow the result of its first run.
         if query not in groups or (query is INTENT and values[:2] in results):
-            return statements
+            return [(query, [values]) for query, values in statements]
         if query is RESULT:
-            results.add(values[3:])
+            results.add(values[-2:])
         groups[query].append(values)
-    return [merged for query, rows in groups.items() for merged in _merge(query, rows)]
+    return groups.items()
 
 
 def _merge(query: str, rows: Sequence[tuple[Any, ...]]) -> Iterable[Statement]:
-    """Powers of two rows at a time: few different statements, which SQLite keeps prepared."""
+    """Rows as fewer statements: powers of two at a time, of which SQLite keeps the few that there are prepared.
+
+    After each statement the thread waits for the interpreter lock, which costs more than writing a row. The event loop
+    holds it already.
+    """
     start = 0
     while left := len(rows) - start:
         count = min(_MAX_ROWS, 1 << (left.bit_length() - 1))
-        yield (query if count == 1 else _query(query, count)), tuple(chain.from_iterable(rows[start : start + count]))
+        merged = _query(query, count) if count > 1 else query
+        yield merged, tuple(chain.from_iterable(rows[start : start + count]))
         start += count
 
 
@@ -329,16 +341,13 @@ def _query(query: str, count: int) -> str:
 
 def delete_statements(session: str) -> list[Statement]:
     """Statements that delete everything about a session."""
-    tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"), ("objects", "session"))
+    tables = (("sessions", "id"), ("nodes", "session"), ("objects", "session"))
     return [(f"DELETE FROM {table} WHERE {column} = ?", (session,)) for table, column in tables]
 
 
 def truncate_statements(session: str, first: int) -> list[Statement]:
-    """Statements that delete the nodes of a session from this number on, and their calls."""
-    return [
-        ("DELETE FROM nodes WHERE session = ? AND number >= ?", (session, first)),
-        ("DELETE FROM calls WHERE session = ? AND node >= ?", (session, first)),
-    ]
+    """Statements that delete the nodes of a session from this number on."""
+    return [("DELETE FROM nodes WHERE session = ? AND number >= ?", (session, first))]
 
 
 def _lock(output: Path) -> int:
@@ -354,9 +363,9 @@ def _lock(output: Path) -> int:
 # -- nodes as rows ----------------------------------------------------------------------------------------------------
 
 
-def node_statement(session: str, number: int, node: Node, key: Key | None) -> Statement:
-    """Write a node, or replace it after it has grown. A key that follows from the message is stored empty."""
-    return NODE, (
+def node_row(session: str, number: int, node: Node, key: Key | None) -> tuple[Any, ...]:
+    """A node as the values of `NODE`. A key that follows from the message is stored empty."""
+    return (
         session,
         number,
         node.parent or 0,
@@ -378,7 +387,7 @@ def load_nodes(query: Query, session: str) -> list[tuple[Node, Key | None]]:
     """The nodes of a session below the root, in order, and the keys of those that can be found again."""
     rows = query(
         "SELECT number, parent, key, message, ids, logprobs, spans, finish, is_delivered, sampling FROM nodes "
-        "LEFT JOIN calls ON calls.session = nodes.session AND node = number WHERE nodes.session = ? ORDER BY number",
+        "WHERE session = ? ORDER BY number",
         (session,),
     )
     nodes: list[tuple[Node, Key | None]] = []
