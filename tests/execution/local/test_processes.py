@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from loopwright.execution.local import processes
 from loopwright.execution.local.process_tree import ProcessLimits, spawn
 from loopwright.execution.local.processes import (
     MARKER_VARIABLE,
+    Process,
     descendants,
     end_leftovers,
     has_marker,
@@ -101,6 +103,17 @@ def test_descendants_are_found_by_session_marker_and_parent(tmp_path):
         assert other.pid not in members
         for pid in members - {root.pid}:
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_parent_comes_before_its_children(monkeypatch):
+    """Given signals in this order, a shell learns of its end before that of the program for which it waits."""
+    table = {
+        pid: Process(pid, parent, 3_000_001, 3_000_001, ticks, zombie=False)
+        for pid, parent, ticks in [(3_000_001, 1, 5), (3_000_016, 3_000_001, 5), (3_000_008, 3_000_016, 6)]
+    }
+    monkeypatch.setattr(processes, "read", table.get)
+    monkeypatch.setattr(processes, "all_pids", lambda: list(table))
+    assert [process.pid for process in descendants([3_000_001], [])] == [3_000_001, 3_000_016, 3_000_008]
 
 
 def test_our_own_process_is_excluded():

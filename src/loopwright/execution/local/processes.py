@@ -101,7 +101,7 @@ def descendants(
     since_ticks: int = 0,
     prefix: bool = False,
 ) -> list[Process]:
-    """The living processes of the trials with these root pids or markers, including the roots.
+    """The living processes of the trials with these root pids or markers, including the roots: parents first.
 
     `pids` restricts the search to these candidates; `since_ticks` excludes processes older than the trial.
     """
@@ -130,7 +130,9 @@ def descendants(
     }:
         members |= children
     # A listing of /proc has processes only, but candidate ids may be those of threads.
-    return [table[pid] for pid in members if not table[pid].zombie and (pids is None or _is_process(pid))]
+    living = [table[pid] for pid in members if not table[pid].zombie and (pids is None or _is_process(pid))]
+    # A shell whose child is signalled first would go on with its next command.
+    return sorted(living, key=lambda process: (process.start_ticks, process.pid))
 
 
 def _is_process(pid: int) -> bool:
