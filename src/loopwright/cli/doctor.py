@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Annotated
@@ -94,12 +95,12 @@ def examine(output: Path) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = f"raise it in this shell: ulimit -n {4 * _MIN_OPEN_FILES}"
     yield Finding("open files", soft >= _MIN_OPEN_FILES, f"at most {soft}", fix, needed=True)
-    yield _sandbox("bubblewrap", Bubblewrap().check, "apt-get install bubblewrap, and allow user namespaces")
+    yield _attempt("bubblewrap", Bubblewrap().check, "apt-get install bubblewrap, and allow user namespaces")
     obstacle = why_not_sized()
     detail = f"measured, not enforced: {obstacle}" if obstacle else "the kernel enforces a file system for each sandbox"
     fix = "run as root with e2fsprogs installed, or put TMPDIR on a separate file system"
     yield Finding("sandbox disk bound", not obstacle, detail, fix)
-    yield _sandbox("docker", Docker().check, "start the Docker daemon, and join the group `docker`")
+    yield _attempt("docker", Docker().check, "start the Docker daemon, and join the group `docker`")
     yield _slurm()
     yield _ray()
     devices = visible_devices()
@@ -126,8 +127,10 @@ def _examine_directory(place: Path) -> Iterator[Finding]:
             directory = Path(name)
             with (directory / "lock").open("w") as file:
                 difference_s = abs(os.fstat(file.fileno()).st_mtime - time.time())
-                yield _attempt("locks", lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB), "mount it with locks")
-            yield _attempt("ledger", lambda: Ledger.create(directory / "ledger.db").close(), "use a local disk")
+                lock = partial(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield _attempt("locks", lock, "mount it with locks", needed=True)
+            ledger = directory / "ledger.db"
+            yield _attempt("ledger", lambda: Ledger.create(ledger).close(), "use a local disk", needed=True)
     except OSError as error:
         fix = "choose another --output, or make it writable"
         yield Finding("output directory", ok=False, detail=f"{place}: {error.strerror}", fix=fix, needed=True)
@@ -149,20 +152,12 @@ def _examine_directory(place: Path) -> Iterator[Finding]:
     )
 
 
-def _attempt(name: str, action: Callable[[], object], fix: str) -> Finding:
+def _attempt(name: str, action: Callable[[], object], fix: str, *, needed: bool = False) -> Finding:
     try:
         action()
     except (OSError, LoopwrightError) as error:
-        return Finding(name, ok=False, detail=str(error), fix=fix, needed=True)
-    return Finding(name, ok=True, detail="works", needed=True)
-
-
-def _sandbox(name: str, check: Callable[[], None], fix: str) -> Finding:
-    try:
-        check()
-    except (LoopwrightError, OSError) as error:
-        return Finding(name, ok=False, detail=str(error), fix=fix)
-    return Finding(name, ok=True, detail="works")
+        return Finding(name, ok=False, detail=str(error), fix=fix, needed=needed)
+    return Finding(name, ok=True, detail="works", needed=needed)
 
 
 def _slurm() -> Finding:
@@ -170,14 +165,15 @@ def _slurm() -> Finding:
     if missing:
         fix = "run on a login node of the cluster, or install slurm-client"
         return Finding("slurm", ok=False, detail=f"{', '.join(missing)} not on the PATH", fix=fix)
+    fix = "check SLURM_CONF, munge and slurmctld: scontrol ping"
     try:
         command = [str(shutil.which("sinfo")), "--noheader", "--format=%P %a %D"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Finding("slurm", ok=False, detail=f"no answer in {_TIMEOUT_S} s", fix="check slurmctld: scontrol ping")
+        return Finding("slurm", ok=False, detail=f"no answer in {_TIMEOUT_S} s", fix=fix)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["sinfo failed"]
-        return Finding("slurm", ok=False, detail=lines[-1], fix="check SLURM_CONF, munge and slurmctld: scontrol ping")
+        return Finding("slurm", ok=False, detail=lines[-1], fix=fix)
     return Finding("slurm", ok=True, detail=f"partitions: {'; '.join(done.stdout.split(chr(10))[:5]).strip('; ')}")
 
 

@@ -214,7 +214,7 @@ class _Converter:
         # A list of one value stays a dimension, as in CloudAI.
         workload["args"] = nested({n: v if len(v) > 1 else {"values": v} for n, v in values.searched.items()})
         workload["env"] = {name: {"values": v} if isinstance(v, list) else v for name, v in env.items()}
-        table: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9_.-]", "-", run.id).lstrip(".-") or "test"}
+        table: dict[str, Any] = {"name": _run_name(run.id)}
         table |= self._search(key, test, env_params) if is_search else self._plain(run)
         if is_search and run.dependencies:
             self._problems.append(Problem(f"{key} dependencies", "a searched test cannot depend on others; remove it."))
@@ -340,8 +340,7 @@ class _Converter:
         completed = "after_ok" if self._source.config.job_status_check else "after_any"
         depends_on = {}
         for one in run.dependencies:
-            other = re.sub(r"[^A-Za-z0-9_.-]", "-", one.id).lstrip(".-") or "test"
-            depends_on[other] = _CONDITIONS.get(one.type, completed)
+            depends_on[_run_name(one.id)] = _CONDITIONS.get(one.type, completed)
             if one.type == "end_post_comp":
                 text = f"starts once {one.id} has started, and runs to its own end or time limit"
                 self._notes.append(f"{run.id}: end_post_comp: {text}; CloudAI would end it together with {one.id}")
@@ -382,6 +381,10 @@ class _Converter:
             weights = {n: {"weights": list(p.weights)} if p.weights is not None else {} for n, p in env_params.items()}
             table["env_params"] = weights
         return table
+
+
+def _run_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text).lstrip(".-") or "test"
 
 
 def _identifier(name: str) -> str:

@@ -42,19 +42,16 @@ class LocalSystem(SystemConfig):
         return tuple(map(str, range(self.gpus) if isinstance(self.gpus, int) else self.gpus))
 
     def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> LocalExecutor:
-        devices = self.devices() if gpus else ()
-        slots = Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=ports)
+        slots = self._slots(gpus, ports)
         return LocalExecutor(memory_bytes=self.memory, output_bytes=self.output, grace_s=self.grace_s, slots=slots)
 
     def call_executor(self, directory: Path, gpus: int = 0) -> WorkerPool:
+        slots = self._slots(gpus, ports=1)
+        return WorkerPool(self.parallel, self.output, self.grace_s, self.memory, slots=slots)
+
+    def _slots(self, gpus: int, ports: int) -> Slots:
         devices = self.devices() if gpus else ()
-        return WorkerPool(
-            size=self.parallel,
-            output_bytes=self.output,
-            grace_s=self.grace_s,
-            memory_bytes=self.memory,
-            slots=Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=1),
-        )
+        return Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=ports)
 
     def problems(self, kind: str, nodes: Sequence[int] = (), gpus: int = 0) -> list[Problem]:
         problems = []

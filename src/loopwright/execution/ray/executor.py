@@ -110,10 +110,12 @@ class Host(ChannelUser):
                 future.exception()  # it may be that nobody asks
 
 
-class HostPool:
-    """Up to `parallel` hosts, started when they are needed. A trial gets whichever is free first."""
+class RayExecutor(Executor, CallExecutor):
+    """Up to `parallel` hosts, started when they are needed, for commands and calls. A trial gets a free one, the last
+    one used first; workers of functions stay warm between calls.
+    """
 
-    def __init__(self, system: RayOptions, directory: Path, gpus: int) -> None:
+    def __init__(self, system: RayOptions, directory: Path, gpus: int = 0) -> None:
         self._system, self._request = system, dict(system.request(gpus))
         self._settings = HostSettings(
             files=system.files,
@@ -140,14 +142,24 @@ class HostPool:
         self._starting: set[asyncio.Task[Host]] = set()
         self._module_packs: dict[tuple[Path, ...], tuple[bytes, ...]] = {}
 
-    async def use(self, work: Work, on_start: OnStart, package: Callable[[], Package]) -> Any:
+    async def run(self, command: Command, on_start: OnStart) -> Completion:
+        completion: Completion = await self._use(command, on_start)
+        return completion
+
+    async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:
+        result: CallResult = await self._use(call, on_start)
+        return result
+
+    async def _use(self, work: Work, on_start: OnStart) -> Any:
         """Run a command or a call on a host; returns how it ended."""
         host = await self._acquire()
         key = f"{self._run}-{next(self._numbers)}"
         try:
             on_start(f"ray:{host.node}:{key}")
             self._busy.add(host)
-            answer = await self._wait(host, key, host.use(key, work, None if host.shares_files else package()))
+            answer = await self._wait(
+                host, key, host.use(key, work, None if host.shares_files else self._package(work))
+            )
         except HostLost as lost:
             cause = await host.explain()
             self._drop(host)
@@ -183,15 +195,14 @@ class HostPool:
                 self._drop(host)
             raise
 
-    def modules(self, paths: tuple[Path, ...]) -> tuple[bytes, ...]:
-        """The Python files of a function's path, for nodes that do not see them."""
+    def _package(self, work: Work) -> Package:
+        """The trial's directory, and the Python files of a function's path, for nodes that do not see them."""
+        limit, paths = self._system.artifacts, work.path if isinstance(work, FunctionCall) else ()
         if paths not in self._module_packs:
-            limit = self._system.artifacts
             self._module_packs[paths] = tuple(pack(path, limit, suffixes=(".py",)) for path in paths)
-        return self._module_packs[paths]
+        return Package(pack(work.directory, limit), self._module_packs[paths])
 
     def kill_all(self) -> None:
-        """End all trials now."""
         for host in list(self._busy):
             host.send(do="kill")
 
@@ -315,46 +326,6 @@ class HostPool:
                 return
             await asyncio.sleep(_POLL_S)
         raise ClusterError(shortage)
-
-
-class RayExecutor(Executor):
-    """Runs up to `parallel` commands at a time, each on a node of its cluster."""
-
-    def __init__(self, system: RayOptions, directory: Path, gpus: int = 0) -> None:
-        self._pool, self._artifact_bytes = HostPool(system, directory, gpus), system.artifacts
-
-    async def run(self, command: Command, on_start: OnStart) -> Completion:
-        def package() -> Package:
-            return Package(pack(command.directory, self._artifact_bytes))
-
-        completion: Completion = await self._pool.use(command, on_start, package)
-        return completion
-
-    def kill_all(self) -> None:
-        self._pool.kill_all()
-
-    async def close(self) -> None:
-        await self._pool.close()
-
-
-class RayCalls(CallExecutor):
-    """Makes up to `parallel` calls at a time, in workers that stay warm between calls."""
-
-    def __init__(self, system: RayOptions, directory: Path, gpus: int = 0) -> None:
-        self._pool, self._artifact_bytes = HostPool(system, directory, gpus), system.artifacts
-
-    async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:
-        def package() -> Package:
-            return Package(pack(call.directory, self._artifact_bytes), self._pool.modules(call.path))
-
-        result: CallResult = await self._pool.use(call, on_start, package)
-        return result
-
-    def kill_all(self) -> None:
-        self._pool.kill_all()
-
-    async def close(self) -> None:
-        await self._pool.close()
 
 
 def _last_line(error: BaseException) -> str:

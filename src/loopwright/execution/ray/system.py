@@ -10,7 +10,7 @@ from loopwright.core.errors import MissingExtra, Problem
 from loopwright.execution.ray.options import RayOptions
 
 if TYPE_CHECKING:
-    from loopwright.execution.ray.executor import RayCalls, RayExecutor
+    from loopwright.execution.ray.executor import RayExecutor
 
 
 class RaySystem(RayOptions):
@@ -23,12 +23,8 @@ class RaySystem(RayOptions):
 
         return RayExecutor(self, directory, gpus)
 
-    def call_executor(self, directory: Path, gpus: int = 0) -> "RayCalls":
-        if find_spec("ray") is None:
-            raise MissingExtra('[system] type = "ray"', "ray")
-        from loopwright.execution.ray.executor import RayCalls
-
-        return RayCalls(self, directory, gpus)
+    def call_executor(self, directory: Path, gpus: int = 0) -> "RayExecutor":
+        return self.executor(directory, gpus)
 
     def session(self) -> AbstractContextManager[None]:
         if find_spec("ray") is None:

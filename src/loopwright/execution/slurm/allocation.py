@@ -1,18 +1,14 @@
 """Runs commands as steps of one Slurm job, the allocation, which is submitted once and outlives this process."""
 
-import logging
 import shlex
-import time
 import uuid
 from pathlib import Path
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import Completion
-from loopwright.execution.slurm.executor import PATIENCE_S, SlurmExecutor, SlurmJob
+from loopwright.execution.slurm.executor import SlurmExecutor, SlurmJob
 from loopwright.execution.slurm.outcome import KILLED
-from loopwright.execution.slurm.queue import HOPELESS, JobInfo, SubmitError
-
-log = logging.getLogger(__name__)
+from loopwright.execution.slurm.queue import JobInfo, SubmitError
 
 _SCRIPT = """#!/bin/sh
 base={base}
@@ -40,17 +36,14 @@ class AllocationExecutor(SlurmExecutor):
         return job.name, 0
 
     def _update(self, job: SlurmJob, info: JobInfo, now_s: float) -> None:
-        is_hopeless = job.info is not None and {info.reason, job.info.reason} <= HOPELESS
-        job.info, job.missing_s = info, None
+        super()._update(job, info, now_s)
         suffixes = ("json", "log", "done")
         requested = self._request(job, "json").exists() or any(self._path(job, suffix).exists() for suffix in suffixes)
-        if info.is_final:
-            job.final_s = job.final_s or now_s
-        elif info.state == "PENDING" and is_hopeless:
-            self._unwanted.add(info.id)
-            self._fail_all(ClusterError(f"Slurm never starts the allocation, job {info.id}: {info.reason}."))
-        elif job.command.handle and not requested:
+        if job.command.handle and not (requested or info.is_final or job.ended.done()):
             self._resubmit(job)  # recorded, and then our predecessor died
+
+    def _give_up(self, job: SlurmJob, info: JobInfo) -> None:
+        self._fail_all(ClusterError(f"Slurm never starts the allocation, job {info.id}: {info.reason}."))
 
     def _end(self, job: SlurmJob, completion: Completion | None) -> None:
         """End a command whose allocation has ended."""
@@ -110,14 +103,9 @@ class AllocationExecutor(SlurmExecutor):
         base = shlex.quote(str(self._directory / name))
         script = _SCRIPT.format(base=base, python=shlex.quote(self._system.python))
         argv = self._system.sbatch(name, self._system.nodes, self._system.gpus or 0, None, ["--exclusive"])
-        number, deadline_s = "", time.monotonic() + PATIENCE_S
-        while not number:
-            try:
-                number = await self.queue.submit(argv, script)
-            except SubmitError as error:
-                if not error.transient or time.monotonic() > deadline_s:
-                    raise ClusterError(f"Slurm refuses the allocation: {error}. Check [system].") from error
-                log.warning("Slurm does not take jobs: %s. Trying again.", error)
-                number = await self._find(name)
-        self._table[name, 0] = JobInfo(number, "PENDING")
-        return self._table[name, 0]
+        try:
+            number = await self._take(name, argv, script)
+        except SubmitError as error:
+            raise ClusterError(f"Slurm refuses the allocation: {error}. Check [system].") from error
+        info = self._table[name, 0] = JobInfo(number, "PENDING")
+        return info

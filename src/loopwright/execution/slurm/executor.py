@@ -11,7 +11,7 @@ import shlex
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ _SETTLE_S = 15.0
 """How long we look for the result of a job that has ended: shared file systems show new files late."""
 _LAG_S = 60.0
 """How long a job may be neither in the queue nor in accounting before it counts as lost."""
-PATIENCE_S = 900.0
+_PATIENCE_S = 900.0
 """How long Slurm may be out of reach before a submission counts as failed."""
 _MAX_ARRAY = 500
 _SCRIPT = """#!/bin/sh
@@ -246,7 +246,10 @@ class SlurmExecutor(Executor):
             job.final_s = job.final_s or now_s
         elif info.state == "PENDING" and is_hopeless:
             self._unwanted.add(info.id)
-            self._finish(job, LaunchError(f"Slurm never starts job {info.id}: {info.reason}"))
+            self._give_up(job, info)
+
+    def _give_up(self, job: SlurmJob, info: JobInfo) -> None:
+        self._finish(job, LaunchError(f"Slurm never starts job {info.id}: {info.reason}"))
 
     def _search(self, job: SlurmJob, info: JobInfo | None, now_s: float) -> None:
         """Decide about a job that the queue does not show."""
@@ -319,26 +322,38 @@ class SlurmExecutor(Executor):
             if not self._record(job):
                 batch.remove(job)
         script = _SCRIPT.format(base=shlex.quote(str(self._directory / name)), python=shlex.quote(self._system.python))
-        number, deadline_s = "", time.monotonic() + PATIENCE_S
-        while not number:
+        argv = self._system.sbatch(name, *batch[0].request, array) if batch else []
+
+        def is_wanted() -> bool:
             for job in [job for job in batch if job.cancelling]:
                 batch.remove(job)
                 self._path(job, "json").unlink(missing_ok=True)  # its index of the array ends at once
                 self._finish(job, KILLED)
-            if not batch:
-                return
-            try:
-                argv = self._system.sbatch(name, *batch[0].request, array)
-                number = await self.queue.submit(argv, script)
-            except SubmitError as error:
-                if not error.transient or time.monotonic() > deadline_s:
-                    await self._refuse(batch, error)
-                    return
-                log.warning("Slurm does not take jobs: %s. Trying again.", error)
-                number = await self._find(name)
+            return bool(batch)
+
+        try:
+            number = await self._take(name, argv, script, is_wanted)
+        except SubmitError as error:
+            await self._refuse(batch, error)
+            return
         for job in batch:
             self._accepted = job.submitted = True
             job.info = JobInfo(f"{number}_{job.index}" if array else number, "PENDING")
+
+    async def _take(
+        self, name: str, argv: Sequence[str], script: str, is_wanted: Callable[[], bool] = lambda: True
+    ) -> str:
+        """Submit a script until Slurm takes it; returns the job's id. SubmitError if Slurm refuses it."""
+        number, deadline_s = "", time.monotonic() + _PATIENCE_S
+        while not number and is_wanted():
+            try:
+                number = await self.queue.submit(argv, script)
+            except SubmitError as error:
+                if not error.transient or time.monotonic() > deadline_s:
+                    raise
+                log.warning("Slurm does not take jobs: %s. Trying again.", error)
+                number = await self._find(name)
+        return number
 
     def _record(self, job: SlurmJob) -> bool:
         """Give the handle to the caller. A job that cannot be recorded does not run."""

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,7 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
         return {"launch_error": str(error), "infra": error.infra}
     except StorageError as error:
         return {"launch_error": str(error), "infra": True}
-    return {
-        "exit_code": done.exit_code,
-        "signal": done.signal,
-        "timed_out": done.timed_out,
-        "usage": dict(done.usage),
-        "stdout_bytes": done.stdout_bytes,
-        "stderr_bytes": done.stderr_bytes,
-    }
+    return asdict(done)
 
 
 def main(base: str) -> int:

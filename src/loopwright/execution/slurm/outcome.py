@@ -1,6 +1,7 @@
 """How a job ended: from the record that it left, and from Slurm's state where the record does not say."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ def completion_of(record: Mapping[str, Any]) -> Completion | None:
         raise LaunchError(record["launch_error"], infra=record["infra"])
     if "usage" not in record:
         return None
-    fields = ("exit_code", "signal", "timed_out", "usage", "stdout_bytes", "stderr_bytes")
-    return Completion(**{name: record[name] for name in fields})
+    return Completion(**{name: value for name, value in record.items() if name != "directory"})
 
 
 def ending_of(
@@ -39,13 +39,14 @@ def ending_of(
     """
     state, job = info.state, f"Slurm job {info.id}" + (f" on {info.nodes}" if info.nodes else "")
     if state == "OUT_OF_MEMORY":
-        return _killed(completion, signal=9, reason=f"{job} ran out of memory (OUT_OF_MEMORY)")
+        reason = f"{job} ran out of memory (OUT_OF_MEMORY)"
+        return replace(completion or KILLED, exit_code=None, signal=9, timed_out=False, reason=reason)
     if completion is not None:
         return completion
     if stopped:
         return KILLED
     if state in _TIMED_OUT:
-        return _killed(None, signal=15, timed_out=True, reason=f"{job} reached Slurm's time limit ({state})")
+        return replace(KILLED, signal=15, timed_out=True, reason=f"{job} reached Slurm's time limit ({state})")
     if state in _LOST:
         raise LaunchError(f"{job} was lost: {_LOST[state]} ({state})", infra=True)
     if state == "CANCELLED" or record.get("interrupted"):
@@ -57,9 +58,3 @@ def ending_of(
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     cause = text.splitlines()[-1][:300] if text else info.reason or "it left no result"
     raise LaunchError(f"{job} ended before its command did ({state}): {cause}", infra=True)
-
-
-def _killed(completion: Completion | None, *, signal: int, timed_out: bool = False, reason: str = "") -> Completion:
-    usage = completion.usage if completion is not None else {}
-    sizes = (completion.stdout_bytes, completion.stderr_bytes) if completion is not None else (0, 0)
-    return Completion(None, signal, timed_out, usage, *sizes, reason)
