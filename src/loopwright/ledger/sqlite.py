@@ -1,5 +1,6 @@
 """SQLite as we use it: write-ahead log, explicit transactions, a checksum chain, errors that name the fix."""
 
+import fcntl
 import math
 import mmap
 import os
@@ -16,7 +17,7 @@ from zlib import crc32
 
 import orjson
 
-from loopwright.core.errors import LedgerError, storage
+from loopwright.core.errors import LedgerError, OutputBusy, storage
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -70,6 +71,17 @@ def explain(path: Path, error: sqlite3.Error) -> LedgerError:
     if any(word in detail for word in ("malformed", "not a database", "corrupt")):
         return LedgerError(damaged(path, detail))
     return LedgerError(f"{path}: {detail}")
+
+
+def lock(file: Path, owner: str) -> int:
+    """Lock a file beside a database that one process owns, for as long as the descriptor that it returns is open."""
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise OutputBusy(f"another {owner} uses {file.parent}. Stop it, or choose another --output.") from error
+    return descriptor
 
 
 @contextmanager

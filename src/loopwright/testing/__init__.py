@@ -1,25 +1,11 @@
 """Contract suites and fakes for plug-in authors."""
 
+from pkgutil import iter_modules
+
 import pytest
 
 # Before their import, so that failed assertions show both sides of a comparison, as in any test file.
-pytest.register_assert_rewrite(
-    *(
-        f"{__name__}.{suite}"
-        for suite in (
-            "agents",
-            "engines",
-            "executors",
-            "gateways",
-            "isolation",
-            "judgers",
-            "loops",
-            "pools",
-            "sandboxes",
-            "workloads",
-        )
-    )
-)
+pytest.register_assert_rewrite(*(f"{__name__}.{suite.name}" for suite in iter_modules(__path__)))
 
 from loopwright.testing.agents import AgentContract  # noqa: E402
 from loopwright.testing.clock import simulate  # noqa: E402

@@ -22,6 +22,7 @@ import pytest
 
 from loopwright.core.registry import config_parser
 from loopwright.engines.base import Chunk, Engine, Sampling, engines
+from loopwright.testing.executors import use_and_close
 
 T = TypeVar("T")
 _LONG = 64
@@ -51,15 +52,7 @@ class EngineContract(ABC):
 
     def use(self, scenario_dir: Path, scenario: Callable[[Engine], Awaitable[T]], *, slow: bool = False) -> T:
         """Run `scenario` with an engine in an event loop, and close the engine."""
-
-        async def main() -> T:
-            engine = self.make_engine(scenario_dir, slow=slow)
-            try:
-                return await asyncio.wait_for(scenario(engine), self.deadline_s)
-            finally:
-                await engine.close()
-
-        return asyncio.run(main())
+        return use_and_close(lambda: self.make_engine(scenario_dir, slow=slow), scenario, self.deadline_s)
 
     def prompt_ids(self, engine: Engine) -> list[int]:
         """The prompt as ids."""

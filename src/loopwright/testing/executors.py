@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import pytest
 
@@ -26,12 +26,20 @@ from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.processes import read
 
 T = TypeVar("T")
-_DEADLINE_S = 60.0
+C = TypeVar("C", bound="Closable")
+DEADLINE_S = 60.0
 _LIMIT_BYTES = 1 << 20
 _number = iter(range(1, 1 << 30))
 
 
-def command(directory: Path, script: str, *, timeout_s: float | None = _DEADLINE_S) -> Command:
+class Closable(Protocol):
+    """What a suite tests: executors, engines, workers."""
+
+    async def close(self) -> None:
+        """Release everything."""
+
+
+def command(directory: Path, script: str, *, timeout_s: float | None = DEADLINE_S) -> Command:
     """A shell script as a command that runs in `directory`."""
     return Command(
         argv=("/bin/sh", "-c", script),
@@ -52,7 +60,7 @@ def alive(pid: int) -> bool:
 
 def written_pid(path: Path) -> int:
     """The process id that a script writes to `path`; waits for it."""
-    deadline_s = time.monotonic() + _DEADLINE_S
+    deadline_s = time.monotonic() + DEADLINE_S
     while not (text := path.read_text() if path.exists() else "").endswith("\n"):
         assert time.monotonic() < deadline_s, f"{path} was not written"
         time.sleep(0.005)
@@ -61,10 +69,23 @@ def written_pid(path: Path) -> int:
 
 async def appears(path: Path) -> None:
     """Wait for a script to write `path`."""
-    deadline_s = time.monotonic() + _DEADLINE_S
+    deadline_s = time.monotonic() + DEADLINE_S
     while not path.exists() or not path.read_text().endswith("\n"):  # noqa: ASYNC240  Test code.
         assert time.monotonic() < deadline_s, f"{path} was not written"
         await asyncio.sleep(0.005)
+
+
+def use_and_close(make: Callable[[], C], body: Callable[[C], Awaitable[T]], deadline_s: float = DEADLINE_S) -> T:
+    """Run `body` with a new object in an event loop, and close the object."""
+
+    async def main() -> T:
+        made = make()
+        try:
+            return await asyncio.wait_for(body(made), deadline_s)
+        finally:
+            await made.close()
+
+    return asyncio.run(main())
 
 
 def ignore(handle: str) -> None:
@@ -82,15 +103,7 @@ class ExecutorContract(ABC):
         self, body: Callable[[Executor], Awaitable[T]], *, parallel: int = 2, output_bytes: int = _LIMIT_BYTES
     ) -> T:
         """Run `body` with an executor in an event loop, and close the executor."""
-
-        async def main() -> T:
-            executor = self.make_executor(parallel, output_bytes)
-            try:
-                return await asyncio.wait_for(body(executor), _DEADLINE_S)
-            finally:
-                await executor.close()
-
-        return asyncio.run(main())
+        return use_and_close(lambda: self.make_executor(parallel, output_bytes), body)
 
     def run(self, command: Command, on_start: OnStart = ignore, *, output_bytes: int = _LIMIT_BYTES) -> Completion:
         """Run one command until it ends."""
@@ -206,7 +219,7 @@ class ExecutorContract(ABC):
         done = self.run(command(tmp_path, "trap '' TERM; while :; do sleep 0.1; done", timeout_s=0.3))
         assert (done.timed_out, done.signal) == (True, signal.SIGKILL)
 
-    @pytest.mark.parametrize("timeout_s", [0.5, _DEADLINE_S], ids=["timeout", "success"])
+    @pytest.mark.parametrize("timeout_s", [0.5, DEADLINE_S], ids=["timeout", "success"])
     def test_daemons_end_with_their_trial(self, tmp_path: Path, timeout_s: float) -> None:
         """Processes that left the session and the group are ended too, after a timeout and after success."""
         stay = "sleep 100" if timeout_s < 1 else "while [ ! -s daemon ]; do sleep 0.01; done"

@@ -24,8 +24,8 @@ import pytest
 from loopwright.execution.base import Command
 from loopwright.execution.local.processes import all_pids, has_marker
 from loopwright.execution.sandbox import Bounds, SandboxError
-from loopwright.testing.executors import alive
-from loopwright.testing.sandboxes import DEADLINE_S, MIB, SandboxContract, SandboxHarness, run_number
+from loopwright.testing.executors import DEADLINE_S, alive
+from loopwright.testing.sandboxes import MIB, SandboxContract, SandboxHarness, run_number
 
 
 class IsolationContract(SandboxContract):

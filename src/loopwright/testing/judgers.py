@@ -23,11 +23,11 @@ from loopwright.core.task import Task
 from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import FACTS, JudgeFailed, JudgerConfig, Payload, Verdict, parse_judger
 from loopwright.rollouts.judgers.guard import GuardedJudger, build_judger
+from loopwright.testing.executors import use_and_close
 
 T = TypeVar("T")
 Behaviour = Literal["score", "fail", "hang"]
 """`score`: return verdicts. `fail`: always fail. `hang`: never return."""
-_DEADLINE_S = 60.0
 
 
 def episode(answer: str = "4", label: Any = "4", data_source: str = "sums") -> Episode:
@@ -60,15 +60,7 @@ class JudgerContract(ABC):
 
     def use(self, config: JudgerConfig, directory: Path, body: Callable[[GuardedJudger], Awaitable[T]]) -> T:
         """Run `body` with a judger in an event loop, and close it."""
-
-        async def main() -> T:
-            judger = build_judger(config, directory)
-            try:
-                return await asyncio.wait_for(body(judger), _DEADLINE_S)
-            finally:
-                await judger.close()
-
-        return asyncio.run(main())
+        return use_and_close(lambda: build_judger(config, directory), body)
 
     def test_a_verdict_is_a_finite_reward_with_named_parts(self, tmp_path: Path) -> None:
         """The result can be trained on, and its parts name their source."""

@@ -28,9 +28,9 @@ from loopwright.engines.base import Chunk, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.rollouts.loops.base import LoopConfig, agent_loop, loops
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest, WeightUpdate
+from loopwright.testing.executors import use_and_close
 
 T = TypeVar("T")
-_DEADLINE_S = 60.0
 
 
 class RecordingEngine(ScriptedEngine):
@@ -82,17 +82,9 @@ class LoopContract(ABC):
         **settings: Any,
     ) -> T:
         """Run `body` with the loop and an engine in an event loop, and close both."""
-
-        async def main() -> T:
-            config = self.make_config(directory, **settings)
-            policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), directory)
-            worker = LoopWorker(agent_loop(config, directory), policy)
-            try:
-                return await asyncio.wait_for(body(worker, policy), _DEADLINE_S)
-            finally:
-                await worker.close()
-
-        return asyncio.run(main())
+        config = self.make_config(directory, **settings)
+        policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), directory)
+        return use_and_close(lambda: LoopWorker(agent_loop(config, directory), policy), lambda one: body(one, policy))
 
     def request(self, seed: str = "0") -> RolloutRequest:
         """A request for a rollout."""

@@ -18,10 +18,9 @@ from loopwright.execution.files import remove
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.sandbox import Bounds, Sandbox, SandboxInstance
 from loopwright.execution.sandbox.base import NO_MOUNTS
-from loopwright.testing.executors import ignore
+from loopwright.testing.executors import DEADLINE_S, ignore
 
 MIB = 1 << 20
-DEADLINE_S = 60.0
 run_number = iter(range(1, 1 << 30))
 
 

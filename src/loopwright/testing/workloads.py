@@ -24,7 +24,7 @@ from loopwright.core.trial import Result
 from loopwright.execution.base import OnStart
 from loopwright.execution.local.processes import start_ticks
 from loopwright.execution.local.system import LocalSystem
-from loopwright.testing.executors import alive, appears, ignore, written_pid
+from loopwright.testing.executors import alive, appears, ignore, use_and_close, written_pid
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
 
 T = TypeVar("T")
@@ -32,7 +32,6 @@ Behaviour = Literal["measure", "crash", "hang", "forget"]
 """`measure`: write `value` unchanged to the file `seen` in the working directory, as UTF-8, and return the metric
 `length`, its number of characters. `crash`: fail. `hang`: write the process id and a newline to the file `pid` in the
 working directory, then never end. `forget`: succeed without the metric `length`."""
-_DEADLINE_S = 60.0
 
 HOSTILE = (
     "; touch broken",
@@ -100,14 +99,7 @@ class WorkloadContract(ABC):
 
     def use(self, workload: Workload, body: Callable[[Workload], Awaitable[T]]) -> T:
         """Run `body` with an open workload in an event loop."""
-
-        async def main() -> T:
-            try:
-                return await asyncio.wait_for(body(workload), _DEADLINE_S)
-            finally:
-                await workload.close()
-
-        return asyncio.run(main())
+        return use_and_close(lambda: workload, body)
 
     def run(self, workload: Workload, value: str = "abc") -> Result:
         """Run one trial until it ends."""

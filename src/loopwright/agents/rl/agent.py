@@ -251,19 +251,14 @@ class Sac(RlAgent):
     def space_problem(cls, space: Space) -> str | None:
         if any(isinstance(parameter, Range) for parameter in space.tunable.values()):
             return None
-        return "'sac' needs a range among the arguments; use ppo or dqn for lists"
+        return f"{cls.algorithm.name.lower()!r} needs a range among the arguments; use ppo or dqn for lists"
 
 
-class Td3(RlAgent):
+class Td3(Sac):
     """Conditions on the drawn regime."""
 
     Config: ClassVar[type[AgentConfig]] = Td3Config
     algorithm = RlAlgorithm("TD3", action_spaces=("Box",))
-
-    @classmethod
-    def space_problem(cls, space: Space) -> str | None:
-        reason = Sac.space_problem(space)
-        return reason and reason.replace("'sac'", "'td3'")
 
 
 class MaskablePpo(RlAgent):

@@ -11,26 +11,36 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from loopwright.core.trial import Observation
 from loopwright.envs.gym.adapter import Driver, env_spec, step_info, structure_of
 from loopwright.envs.gym.codec import LiveObservationCodec, View
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.search import SearchEnv
 
 
-class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
+class _RunVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
+    """What the vectorised environments of batch and live runs have in common."""
+
+    def __init__(self, num_envs: int, observation_space: "gym.Space[Any]", action_space: "gym.Space[Any]") -> None:
+        self.num_envs, self.spec = num_envs, env_spec()
+        self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_action_space, self.single_observation_space = action_space, observation_space
+        self.action_space = batch_space(action_space, num_envs)
+        self.observation_space = batch_space(observation_space, num_envs)
+
+    def _batch(self, observations: Sequence[Any]) -> Any:
+        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
+        return concatenate(self.single_observation_space, observations, empty)
+
+
+class VectorAdapter(_RunVectorEnv):
     """A batch run as a vectorised environment: one trial per slot in flight."""
 
     def __init__(self, env: SearchEnv, num_envs: int, *, view: View = "flat") -> None:
         if num_envs < 1:
             raise ValueError(f"a vectorised environment needs at least one slot, not {num_envs}")
-        self._driver = Driver(env, view)
-        self.inner, self.num_envs, self.spec = env, num_envs, env_spec()
-        self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-        self.single_action_space = self._driver.actions.gym_space
-        self.single_observation_space = self._driver.observations.gym_space
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.inner, self._driver = env, Driver(env, view)
+        self._encode = self._driver.observations.encode
+        super().__init__(num_envs, self._driver.observations.gym_space, self._driver.actions.gym_space)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """The pending observations, one per slot. Draws come from the run's seed, not from this one."""
@@ -39,7 +49,7 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         for slot in range(self.num_envs):
             info = {"env_params": dict(self.inner.reset(slot).context), "trial": self.inner.book.step}
             infos = self._add_info(infos, info, slot)
-        return self._batch([self.inner.reset(slot) for slot in range(self.num_envs)]), infos
+        return self._batch([self._encode(self.inner.reset(slot)) for slot in range(self.num_envs)]), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One trial per slot, all in flight together."""
@@ -48,19 +58,14 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         rewards = np.array([self._driver.reward(one) for one in feedback], np.float64)
         terminated = np.array([one.terminated for one in feedback])
         truncated = np.array([one.done for one in feedback])
-        observations, infos = [one.observation for one in feedback], dict[str, Any]()
+        observations, infos = [self._encode(one.observation) for one in feedback], dict[str, Any]()
         for slot, one in enumerate(feedback):
             info = step_info(one)
             if one.terminated or one.done:
-                observations[slot] = self.inner.reset(slot)
-                info |= {"final_obs": self._driver.observations.encode(one.observation), "final_info": dict(info)}
+                info |= {"final_obs": observations[slot], "final_info": dict(info)}
+                observations[slot] = self._encode(self.inner.reset(slot))
             infos = self._add_info(infos, info, slot)
         return self._batch(observations), rewards, terminated, truncated, infos
-
-    def _batch(self, observations: Sequence[Observation]) -> Any:
-        encoded = [self._driver.observations.encode(observation) for observation in observations]
-        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, encoded, empty)
 
     def close_extras(self, **_: Any) -> None:
         self._driver.close()
@@ -107,19 +112,12 @@ class LiveSlots:
         return self.env.book.has_budget(len(self.env.slots))
 
 
-class LiveVectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
+class LiveVectorAdapter(_RunVectorEnv):
     """A live run with several servers as a vectorised environment; every step of every server is a trial."""
 
     def __init__(self, env: LiveEnv, *, view: View = "flat") -> None:
         self.inner, self._slots = env, LiveSlots(env, view)
-        self.num_envs, self.spec = len(env.slots), env_spec()
-        self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-        self.single_action_space, self.single_observation_space = (
-            self._slots.action_space,
-            self._slots.observation_space,
-        )
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        super().__init__(len(env.slots), self._slots.observation_space, self._slots.action_space)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in every slot; a single seed is counted up, `options` are passed to every server."""
@@ -145,10 +143,6 @@ class LiveVectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         rewards = np.array([step[1] for step in steps], np.float64)
         ends = (np.array([step[place] for step in steps], bool) for place in (2, 3))
         return self._batch(observations), rewards, *ends, infos
-
-    def _batch(self, observations: list[Any]) -> Any:
-        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, observations, empty)
 
     def close_extras(self, **_: Any) -> None:
         self.inner.close()

@@ -238,10 +238,11 @@ class IsolatedServer:
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, in a new process if the last one is gone. A reset that fails is tried again."""
+        request = ResetRequest(self._copy, seed, options)
         for _ in range(_RESET_ATTEMPTS - 1):
             with suppress(ServerLost):
-                return cast("tuple[Any, dict[str, Any]]", self._call(ResetRequest(self._copy, seed, options)))
-        return cast("tuple[Any, dict[str, Any]]", self._call(ResetRequest(self._copy, seed, options)))
+                return cast("tuple[Any, dict[str, Any]]", self._call(request))
+        return cast("tuple[Any, dict[str, Any]]", self._call(request))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step. ServerLost ends the episode; the next reset builds the environment again."""
@@ -259,23 +260,22 @@ class IsolatedServer:
 
     def reset_copies(self, requests: Sequence[tuple[int, int | None, dict[str, Any] | None]]) -> list[Any]:
         """Begin episodes of several copies, given as (copy, seed, options), in one message; as `step_copies`."""
-        try:
-            responses = self._process.call([ResetRequest(*request) for request in requests])
-        except ServerLost as error:
-            return [error] * len(requests)
-        return [_failure(response) if type(response) is Failure else response for response in responses]
+        return self._call_copies([ResetRequest(*request) for request in requests])
 
     def step_copies(self, actions: Sequence[Any]) -> list[Any]:
         """One step of every copy in the process, in one message. What a copy raised stands in place of its response."""
-        try:
-            responses = self._process.call([StepRequest(copy, action) for copy, action in enumerate(actions)])
-        except ServerLost as error:
-            return [error] * len(actions)
-        return [_failure(response) if type(response) is Failure else response for response in responses]
+        return self._call_copies([StepRequest(copy, action) for copy, action in enumerate(actions)])
 
     def close(self) -> None:
         """End the process."""
         self._process.close()
+
+    def _call_copies(self, requests: Sequence[ResetRequest | StepRequest]) -> list[Any]:
+        try:
+            responses = self._process.call(requests)
+        except ServerLost as error:
+            return [error] * len(requests)
+        return [_failure(response) if type(response) is Failure else response for response in responses]
 
     def _call(self, request: ResetRequest | StepRequest | RenderRequest) -> Any:
         (response,) = self._process.call([request])

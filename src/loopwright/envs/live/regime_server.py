@@ -4,7 +4,6 @@ An argument that the constructor takes is applied by building the server again w
 applied by the server itself, which acknowledges it: `reset` returns `info["env_params"]` with the value in use.
 """
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from loopwright.core.errors import did_you_mean
-from loopwright.envs.live.server import GYMNASIUM, GymServer, ServerError, load_factory, make_server
+from loopwright.envs.live.server import GYMNASIUM, GymServer, ServerError, keyword_names, load_factory, make_server
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,10 @@ def refusal(names: Collection[str]) -> str:
 def constructor_args(path: str, directory: Path) -> list[str] | None:
     """The keyword arguments of a server's constructor, or None if it takes any (`**kwargs`) or has no signature."""
     try:
-        parameters = inspect.signature(load_factory(path, directory)).parameters.values()
-    except Exception:  # noqa: BLE001  no signature, or nothing to call, which is reported by check_server_class
+        names = keyword_names(load_factory(path, directory))
+    except Exception:  # noqa: BLE001  nothing to call, which is reported by check_server_class
         return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [*names, *_MAKE_ARGS] if path.startswith(GYMNASIUM) else names
+    return [*names, *_MAKE_ARGS] if names is not None and path.startswith(GYMNASIUM) else names
 
 
 _MAKE_ARGS = ("max_episode_steps", "disable_env_checker")

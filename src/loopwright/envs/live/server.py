@@ -89,8 +89,9 @@ def make_server(target: str | object, args: Mapping[str, Any], directory: Path) 
     name = target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
     server: Any = resolve(target, directory) if isinstance(target, str) else target
     if isinstance(server, type) or (callable(server) and not hasattr(server, "step")):
+        names = keyword_names(server)
         try:
-            server = server(**_accepted_args(server, args))
+            server = server(**{key: value for key, value in args.items() if names is None or key in names})
         except LoopwrightError:
             raise
         except (Exception, SystemExit) as error:
@@ -150,14 +151,15 @@ def resolve(path: str, directory: Path) -> Any:
     return value
 
 
-def _accepted_args(factory: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the factory accepts by keyword; all of them if it has `**kwargs`."""
-    with suppress(ValueError):  # no signature, since it is written in C: pass everything
+def keyword_names(factory: Any) -> list[str] | None:
+    """What a callable accepts by keyword; None if that is anything (`**kwargs`), or if it has no signature."""
+    try:
         parameters = inspect.signature(factory).parameters.values()
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-            names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-            return {name: value for name, value in args.items() if name in names}
-    return dict(args)
+    except (TypeError, ValueError):  # it is written in C
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def load_factory(path: str, directory: Path) -> Any:

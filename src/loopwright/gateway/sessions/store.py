@@ -6,7 +6,6 @@ disk is slow. Another one makes the checkpoints, which wait for the disk, while 
 """
 
 import asyncio
-import fcntl
 import json
 import math
 import os
@@ -25,10 +24,10 @@ from typing import Any
 import orjson
 
 from loopwright.core.episode import Node, Span
-from loopwright.core.errors import LedgerError, OutputBusy, storage
+from loopwright.core.errors import LedgerError, storage
 from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of, packer
-from loopwright.ledger.sqlite import Transaction, connect, explained
+from loopwright.ledger.sqlite import Transaction, connect, explained, lock
 
 VERSION = 5
 _OBJECTS = """
@@ -120,7 +119,7 @@ class DiskStore:
         self.path = output / "gateway.db"
         with storage(output):
             output.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(output)
+            self._lock = lock(output / "gateway.lock", "gateway")
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with explained(self.path):
             self._connection = connect(self.path, "NORMAL")
@@ -348,16 +347,6 @@ def delete_statements(session: str) -> list[Statement]:
 def truncate_statements(session: str, first: int) -> list[Statement]:
     """Statements that delete the nodes of a session from this number on."""
     return [("DELETE FROM nodes WHERE session = ? AND number >= ?", (session, first))]
-
-
-def _lock(output: Path) -> int:
-    lock = os.open(output / "gateway.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise OutputBusy(f"another gateway uses {output}. Stop it, or choose another --output.") from error
-    return lock
 
 
 # -- nodes as rows ----------------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ class GatewayPool(Pool):
             raise WorkerLost(str(error)) from error
         self._consecutive_losses = 0
         if published is not None and isinstance(episode, Episode):
-            sampled_by = [span.version for node in episode.nodes for span in node.spans]
-            if sampled_by and (oldest := min(sampled_by)) < published.version:
+            oldest = episode.oldest_version
+            if oldest is not None and oldest < published.version:
                 async with self._publish_lock:
                     if self._published is not None and self._published.version == published.version:
                         log.warning("the gateway serves version %d; publishing %d again", oldest, published.version)

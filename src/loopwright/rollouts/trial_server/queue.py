@@ -4,7 +4,6 @@ A trial is `queued`, then `running`, perhaps `cancelling`, and finally `ended` (
 (without one).
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.errors import LedgerError, OutputBusy, storage
+from loopwright.core.errors import LedgerError, storage
 from loopwright.gateway.refusal import Refusal
-from loopwright.ledger.sqlite import Transaction, connect, explained
+from loopwright.ledger.sqlite import Transaction, connect, explained, lock
 from loopwright.rollouts.trial_server.submission import is_id, trial_id
 
 VERSION = 1
@@ -67,7 +66,7 @@ class TrialQueue:
         self.path = output / "trials.db"
         with storage(output, then="nothing was started"):
             output.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(output)
+            self._lock = lock(output / "trials.lock", "trial server")
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with explained(self.path):
             self._connection = connect(self.path, "NORMAL")
@@ -232,13 +231,3 @@ class TrialQueue:
         """Close the file."""
         self._connection.close()
         os.close(self._lock)
-
-
-def _lock(output: Path) -> int:
-    lock = os.open(output / "trials.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise OutputBusy(f"another trial server uses {output}. Stop it, or choose another --output.") from error
-    return lock
