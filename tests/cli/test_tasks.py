@@ -12,16 +12,16 @@ WANTED = (
 def test_scan_prints_a_table_and_writes_a_dataset(loopwright, tmp_path):
     write(tmp_path / "eval/a")
     write(tmp_path / "eval/deep/b", test=None)
-    done = loopwright("tasks", "scan", "eval", "-o", "tasks.jsonl")
+    done = loopwright("tasks", "scan", "eval", "-o", "data/tasks.jsonl")
     assert done.returncode == 0, done.stderr
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["task", "difficulty", "steps", "tests", "solution"],
         ["a", "easy", "1", "yes", "no"],
         ["deep/b", "easy", "1", "no", "no"],
         ["2", "tasks"],
-        ["wrote", "2", "tasks", "to", "tasks.jsonl"],
+        ["wrote", "2", "tasks", "to", "data/tasks.jsonl"],
     ]
-    rows = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "data/tasks.jsonl").read_text().splitlines()]
     assert [(row["instance_id"], row["data_source"], row["extra_info"]["split"]) for row in rows] == [
         ("a", "eval", "validation"),
         ("deep/b", "eval", "validation"),

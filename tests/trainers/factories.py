@@ -52,13 +52,6 @@ def samples(count=6, *, seed=0, rows=1, weight=None):
     return batch
 
 
-def gradients(learner, batch, step=1):
-    """The gradient of an update."""
-    learner.optimizer.step = lambda: None
-    learner.update(batch, step)
-    return [None if p.grad is None else p.grad.clone() for p in learner.policy.parameters()]
-
-
 def logprobs_of(model, sample, temperature=1.0):
     """The logprobs of a sample's sampled tokens by the model's own forward pass, one sample at a time."""
     logits = model(input_ids=torch.from_numpy(sample.ids)[None]).logits[0].float() / temperature

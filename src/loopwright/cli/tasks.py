@@ -133,6 +133,7 @@ def _write(entries: Sequence[TaskDirectory], root: Path, name: str | None, split
     tasks = [(each, each.task) for each in entries if each.task is not None]
     rows = [dataset_row(each, task, index, label, part) for index, (each, task) in enumerate(tasks)]
     with storage(output, then="nothing was written"):
+        output.parent.mkdir(parents=True, exist_ok=True)
         if output.suffix == ".jsonl":
             output.write_bytes(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
             return
