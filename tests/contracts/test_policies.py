@@ -158,7 +158,7 @@ def test_p04_the_model_card_states_data_steps_reward_and_audit(tmp_path):
     for text in (
         "from `smollm2`",
         "2 of 20 steps, on 8 of its own rollouts",
-        "Tasks: `",
+        "- Training rollouts on `sums`: 8 of 2 tasks.",
         "Judger: `",
         "In 1 step without stale rollouts, recorded and recomputed logprobs of a token differed by at most 0.002",
         "loopwright audit",

@@ -207,7 +207,7 @@ def test_the_result_counts_each_reason_of_lost_rollouts(training):
 
 def test_the_same_tasks_are_shown_before_and_after(finished, tmp_path):
     text = re.sub(r"<[^>]*>", "", body(page(tmp_path)))
-    episodes = text[text.index("colour tokens by") : text.index("Rollouts trained on")]
+    episodes = text[text.index("colour tokens by") : text.index("Training rollouts")]
     for task, reward in ((5, "0.65"), (0, "0.60")):  # the largest gain and the smallest
         first, second = (episodes.index(mark) for mark in (f"held-{task}", f"examined after 20: {reward}"))
         assert first < second

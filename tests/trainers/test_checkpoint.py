@@ -40,7 +40,7 @@ def latest():
     for each in PLACE.glob("step-*"):
         assert {file.name for file in each.iterdir()} == {"a", "b", "state.json"}, f"half of {each}"
         assert int((each / "b").read_text()) == int(each.name.removeprefix("step-"))
-    return Checkpoints(PLACE, 2).latest().step
+    return Checkpoints(PLACE, 2).latest()[0]
 
 for step in (1, 2):
     assert save(step, 10**6) == 0
@@ -71,7 +71,7 @@ def test_l09_an_existing_checkpoint_is_not_written_again(tmp_path):
         raise AssertionError("written again")
 
     assert checkpoints.save(1, write) == tmp_path / "step-000001"
-    assert checkpoints.latest().step == 1
+    assert checkpoints.latest()[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from loopwright.engines.inprocess.models import causal_model
 from loopwright.rollouts.env import PolicySource
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.grpo import GrpoAlgorithm, GrpoConfig
-from loopwright.trainers.learner import Alone, Learner
+from loopwright.trainers.learner import Learner, Team
 from loopwright.trainers.learners import learner_settings
 from loopwright.trainers.model import Policy
 from loopwright.trainers.sample import Sample
@@ -232,7 +232,7 @@ def test_the_learning_rate_warms_up_and_decays(tmp_path, schedule, expected):
     assert [learner._rate(step) for step in (1, 2, 3, 4)] == pytest.approx(expected)
 
 
-class Second(Alone):
+class Second(Team):
     """The second worker of two; the first contributes nothing."""
 
     rank, size = 1, 2

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -31,6 +31,16 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return runner.run(main)
         finally:
             runner.run(_abandon_tasks())
+
+
+async def finish_in_thread(thread: Executor, work: Callable[..., T], *args: Any) -> T:
+    """Run it in this thread. Even a cancelled caller waits for the end: two calls must never overlap."""
+    running = asyncio.get_running_loop().run_in_executor(thread, work, *args)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 async def _abandon_tasks() -> None:

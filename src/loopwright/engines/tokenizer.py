@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,37 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class _TokensAsBytes(ABC):
+    """A tokenizer whose tokens are bytes each, so that text is the bytes of all, decoded."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        texts, start = [""] * len(ids), 0
+        decoder = getincrementaldecoder("utf-8")("replace")
+        for index, token in enumerate(ids):
+            if self._is_apart(token):
+                texts[start] += decoder.decode(b"", final=True)
+                start = index
+            texts[start] += decoder.decode(self.bytes_of(token))
+            pending = len(decoder.getstate()[0])
+            if pending <= len(self.bytes_of(token)):  # an incomplete character, if any, started in this token
+                start = index if pending else index + 1
+        if start < len(ids):
+            texts[start] += decoder.decode(b"", final=True)
+        return texts
+
+    @abstractmethod
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token."""
+
+    @abstractmethod
+    def _is_apart(self, token: int) -> bool:
+        """Whether it shares no character with the token before it."""
+
+
+class ByteTokenizer(_TokensAsBytes):
     """One token per byte, and two that begin and end a message. Exact for any text, and needs no files."""
 
     specials: Mapping[str, int] = {"<|im_start|>": 256, "<|im_end|>": 257}
@@ -62,26 +93,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        texts, start = [""] * len(ids), 0
-        decoder = getincrementaldecoder("utf-8")("replace")
-        for index, token in enumerate(ids):
-            if 0 <= token < 256:
-                texts[start] += decoder.decode(bytes((token,)))
-                start = index + 1 - len(decoder.getstate()[0])
-            else:
-                texts[start] += decoder.decode(b"", final=True)
-                texts[index] += self._names.get(token, _REPLACEMENT)
-                start = index + 1
-        if start < len(ids):
-            texts[start] += decoder.decode(b"", final=True)
-        return texts
-
     def bytes_of(self, token: int) -> bytes:
         return bytes((token,)) if 0 <= token < 256 else self._names.get(token, _REPLACEMENT).encode()
+
+    def _is_apart(self, token: int) -> bool:
+        return not 0 <= token < 256
 
     def hub_json(self) -> str:
         """The content of a `tokenizer.json` with the same ids, for programs that know only such files."""
@@ -94,7 +110,7 @@ class ByteTokenizer:
         return str(tokenizer.to_str(pretty=True))
 
 
-class HubTokenizer:
+class HubTokenizer(_TokensAsBytes):
     """A tokenizer from the hub, as `tokenizer.json` describes it: byte-level like GPT-2's, or SentencePiece."""
 
     def __init__(self, tokenizer: Any, chat_template: "ChatTemplateSource | None" = None) -> None:
@@ -163,26 +179,11 @@ class HubTokenizer:
         line, ids = self.encode("\n"), self.encode(f"\n{text}")
         return ids[len(line) :] if ids[: len(line)] == line else self.encode(text)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        texts, start = [""] * len(ids), 0
-        decoder = getincrementaldecoder("utf-8")("replace")
-        for index, token in enumerate(ids):
-            if token in self._special_ids:
-                texts[start] += decoder.decode(b"", final=True)
-                start = index
-            texts[start] += decoder.decode(self.bytes_of(token))
-            pending = len(decoder.getstate()[0])
-            if pending <= len(self.bytes_of(token)):  # an incomplete character, if any, started in this token
-                start = index if pending else index + 1
-        if start < len(ids):
-            texts[start] += decoder.decode(b"", final=True)
-        return texts
-
     def bytes_of(self, token: int) -> bytes:
         return self._bytes.get(token, _REPLACEMENT.encode())
+
+    def _is_apart(self, token: int) -> bool:
+        return token in self._special_ids
 
 
 def _max_token_bytes(description: Mapping[str, Any], tokens: Mapping[int, bytes]) -> int | None:

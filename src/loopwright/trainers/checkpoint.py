@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -11,14 +10,6 @@ import orjson
 from loopwright.core.errors import StorageError, storage
 
 _STATE = "state.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A step, and the directory of its checkpoint."""
-
-    step: int
-    directory: Path
 
 
 class Checkpoints:
@@ -47,8 +38,8 @@ class Checkpoints:
                 shutil.rmtree((self._directory / old).rename(self._directory / f".{old}"), ignore_errors=True)
         return final
 
-    def latest(self) -> Checkpoint | None:
-        """The last checkpoint. Raises StorageError if it is damaged."""
+    def latest(self) -> tuple[int, Path] | None:
+        """The step and the directory of the last checkpoint. Raises StorageError if it is damaged."""
         names = self._names()
         if not names:
             return None
@@ -58,7 +49,7 @@ class Checkpoints:
             for name, size in state.get("files", {}).items():
                 if (actual := (directory / name).stat().st_size) != size:
                     raise ValueError(f"{name} has {actual} bytes, not {size}")
-            return Checkpoint(int(state["step"]), directory)
+            return int(state["step"]), directory
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
                 f"checkpoint {directory} is damaged ({type(error).__name__}: {error}). Remove that directory to "

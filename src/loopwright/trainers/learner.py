@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,44 +26,28 @@ _IDLE = Sample(np.zeros(2, np.int64), np.array([False, True]), np.zeros(2, np.fl
 """A sample without any effect, for workers that have nothing to compute."""
 
 
-class Team(Protocol):
-    """The workers that train together: each computes a share of the batch, and all apply the same gradient."""
+class Team:
+    """The workers that train together: each computes a share of the batch, and all apply the same gradient.
 
-    rank: int
-    size: int
-
-    def join(self, module: Any) -> Any:
-        """A module whose gradients are averaged over the team."""
-        ...
-
-    def total(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over the team."""
-        ...
-
-    def largest(self, numbers: Sequence[float]) -> list[float]:
-        """Maxima over the team."""
-        ...
-
-    def passes(self, batches: int) -> int:
-        """Forward passes of a worker with this many micro-batches: sharded workers need the same number."""
-        ...
-
-
-class Alone:
-    """A team of one."""
+    This is a team of one.
+    """
 
     rank, size = 0, 1
 
     def join(self, module: Any) -> Any:
+        """A module whose gradients are averaged over the team."""
         return module
 
     def total(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over the team."""
         return list(numbers)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Maxima over the team."""
         return list(numbers)
 
     def passes(self, batches: int) -> int:
+        """Forward passes of a worker with this many micro-batches: sharded workers need the same number."""
         return max(batches, 1)
 
 
@@ -98,7 +82,7 @@ class Learner:
 
     def __init__(self, settings: LearnerSettings, team: Team | None = None) -> None:
         self.settings, self.config = settings, settings.config
-        self.algorithm, self.team = settings.algorithm(settings.config), team or Alone()
+        self.algorithm, self.team = settings.algorithm(settings.config), team or Team()
         _check_device(settings.device)
         self.policy = Policy(
             settings.config,

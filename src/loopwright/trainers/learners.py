@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loopwright.rollouts.env import PolicySource, RolloutEnv
 from loopwright.trainers.algorithm import Algorithm
@@ -11,34 +11,6 @@ from loopwright.trainers.export.policy_files import add_tokenizer
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, LearnerSettings
 from loopwright.trainers.sample import Sample
-
-
-class RunLearner(Protocol):
-    """The learner of a run, wherever it computes."""
-
-    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        """Train on these samples; returns metrics."""
-        ...
-
-    def weights(self) -> Any:
-        """All weights, in a form that the run's engines can load."""
-        ...
-
-    def write(self, directory: Path) -> None:
-        """Write everything that training resumes from."""
-        ...
-
-    def read(self, directory: Path) -> None:
-        """Resume from what `write` wrote."""
-        ...
-
-    def save(self, directory: Path) -> None:
-        """Write the policy in transformers format."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources."""
-        ...
 
 
 class LocalLearner:
@@ -52,9 +24,11 @@ class LocalLearner:
         self._published = 0
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        """Train on these samples; returns metrics."""
         return self.learner.update(samples, step)
 
     def weights(self) -> Any:
+        """All weights, in a form that the run's engines can load."""
         if self._in_process:
             return self.learner.policy.weights()
         # Alternate between two directories: an engine may still be reading the last one.
@@ -64,13 +38,16 @@ class LocalLearner:
         return str(directory)
 
     def write(self, directory: Path) -> None:
+        """Write everything that training resumes from, and the tokenizer."""
         self.learner.write(directory)
         add_tokenizer(self._settings.model, self._settings.scenario_dir, directory)
 
     def read(self, directory: Path) -> None:
+        """Resume from what `write` wrote."""
         self.learner.read(directory)
 
     def save(self, directory: Path) -> None:
+        """Write the policy in transformers format."""
         self.learner.policy.save(directory)
         add_tokenizer(self._settings.model, self._settings.scenario_dir, directory)
 

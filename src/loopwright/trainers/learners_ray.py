@@ -23,7 +23,7 @@ from loopwright.execution.ray.connection import RayConnection
 from loopwright.rollouts.pools.ray.launch import check_resources
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.learner import Learner, LearnerSettings
+from loopwright.trainers.learner import Learner, LearnerSettings, Team
 from loopwright.trainers.learners import LocalLearner
 from loopwright.trainers.sample import Sample
 
@@ -61,7 +61,7 @@ class _JobQueue:
         return self._results.pop(number)
 
 
-class _RayTeam:
+class _RayTeam(Team):
     """The Ray Train workers as a team."""
 
     def __init__(self, *, shard: bool) -> None:
@@ -75,22 +75,20 @@ class _RayTeam:
         return prepare_model(module, parallel_strategy_kwargs={"find_unused_parameters": False})
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        # On the device: NCCL supports only GPUs.
-        sums = torch.tensor(numbers, dtype=torch.float64, device=get_device())
-        dist.all_reduce(sums)
-        return [float(number) for number in sums]
+        return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
-        maxima = torch.tensor(numbers, dtype=torch.float64, device=get_device())
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        return [float(number) for number in maxima]
+        return self._reduce(numbers, dist.ReduceOp.MAX)
+
+    def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        # On the device: NCCL supports only GPUs.
+        values = torch.tensor(numbers, dtype=torch.float64, device=get_device())
+        dist.all_reduce(values, operation)
+        return [float(number) for number in values]
 
     def passes(self, batches: int) -> int:
-        if not self._shard:
-            return max(batches, 1)
-        passes = torch.tensor(max(batches, 1), device=get_device())  # each pass needs all shards
-        dist.all_reduce(passes, dist.ReduceOp.MAX)
-        return int(passes)
+        # Each pass needs all shards.
+        return int(self.largest([max(batches, 1)])[0]) if self._shard else super().passes(batches)
 
 
 def _work(config: dict[str, Any]) -> None:

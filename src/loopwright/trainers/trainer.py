@@ -5,7 +5,7 @@ import logging
 import time
 import traceback
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,14 +13,14 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import StatisticsError, correlation, fmean
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopwright.core.agent import Agent
 from loopwright.core.config import overridden
 from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.outcome import Outcome
-from loopwright.core.runtime import run
+from loopwright.core.runtime import finish_in_thread, run
 from loopwright.engines.base import Sampling
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps, steps
@@ -41,10 +41,12 @@ from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.sample import Sample, build_samples, truncating_parameters
 
 if TYPE_CHECKING:
-    from loopwright.trainers.learners import RunLearner
+    from loopwright.trainers.learners import LocalLearner
+    from loopwright.trainers.learners_ray import RayLearner
+
+    RunLearner = LocalLearner | RayLearner
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _WAKE_S = 10.0
 _NGRAM = 4
 
@@ -134,6 +136,7 @@ class _Training:
         self.steps, self.curves = Steps(ledger), Curves(self.config.log, self.directory, ledger.state("id", ""))
         # Torch computes in a separate thread, so that rollouts continue meanwhile.
         self._thread = ThreadPoolExecutor(1, "learner")
+        self._in_thread = partial(finish_in_thread, self._thread)
         self._failed_steps = 0
         self._last_update: WeightUpdate | None = None
         self._evaluated_step: int | None = None
@@ -186,7 +189,7 @@ class _Training:
             policy, source, checkpoint = self.directory / "policy", self.env.source, self.checkpoints.latest()
             if policy.is_dir() and source is not None and checkpoint is not None:
                 card = model_card(self.env.book.ledger, config.model or source.engine.policy or "unknown")
-                complete_policy(policy, source.engine, source.sampling.temperature, checkpoint.directory, card)
+                complete_policy(policy, source.engine, source.sampling.temperature, checkpoint[1], card)
         finally:
             await producer.pause(0)
             # However training ended, an engine that others use must not stay paused.
@@ -210,7 +213,7 @@ class _Training:
         samples = self._samples(groups, step)
         metrics: dict[str, float] = {}
         if samples:
-            metrics = await self._in_thread(partial(learner.update, samples, step))
+            metrics = await self._in_thread(learner.update, samples, step)
         if not metrics.get("updates") and not metrics.get("skipped"):
             log.warning("step %d skipped: there is nothing to learn from its %d groups", step, len(groups))
         self._count_failures(step, metrics)
@@ -304,16 +307,15 @@ class _Training:
 
     async def _checkpoint(self, learner: "RunLearner", step: int) -> None:
         """Write a checkpoint; after that, the rollouts of the step count as trained on."""
-        await self._in_thread(partial(self.checkpoints.save, step, learner.write))
+        await self._in_thread(self.checkpoints.save, step, learner.write)
         self.env.buffer.settle(step)
 
     async def _resume(self, learner: "RunLearner") -> int:
         """Restore the last checkpoint and repeat later steps from recorded rollouts; returns the last step."""
-        checkpoint = self.checkpoints.latest()
         step = 0
-        if checkpoint is not None:
-            await self._in_thread(learner.read, checkpoint.directory)
-            step = checkpoint.step
+        if (checkpoint := self.checkpoints.latest()) is not None:
+            step, directory = checkpoint
+            await self._in_thread(learner.read, directory)
         self.steps.forget(step)
         first = step
         while numbers := self.env.buffer.groups_of_step(step + 1):
@@ -337,15 +339,6 @@ class _Training:
             directory = book.directory.absolute()
             return RayLearner(settings, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
         return LocalLearner(settings, book.directory, in_process=source_of(self.env).in_process)
-
-    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Run it in torch's thread. Even a cancelled caller waits for the end: two calls must never overlap."""
-        running = asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait({running})
-            raise
 
 
 def _batch_metrics(

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from loopwright.core.config import size_bytes
 from loopwright.core.errors import Problem
+from loopwright.core.runtime import finish_in_thread
 from loopwright.engines.base import PENALTIES, Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.inprocess.smollm2 import package_problem
 
@@ -60,9 +61,8 @@ class TransformersEngine(Engine):
         from loopwright.engines.inprocess.models import load
 
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._loaded = self._thread.submit(load, config, scenario_dir).result()
-        self.model, self.tokenizer, self.batch = self._loaded.model, self._loaded.tokenizer, self._loaded.batch
-        self.max_context = self._loaded.max_context
+        loaded = self._thread.submit(load, config, scenario_dir).result()
+        self.model, self.tokenizer, self.batch, self.max_context = loaded
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -101,7 +101,7 @@ class TransformersEngine(Engine):
         """Step while there are requests, and pass each step's chunks to the readers."""
         try:
             while self.batch.busy and self._running.is_set():
-                for request, chunk in await self._in_thread(self.batch.step, self.version):
+                for request, chunk in await finish_in_thread(self._thread, self.batch.step, self.version):
                     request.reader.put_nowait(chunk)
         except Exception as error:  # noqa: BLE001  whatever a model raises, readers must not wait forever
             self._end(error)
@@ -111,15 +111,6 @@ class TransformersEngine(Engine):
     def _end(self, last: Chunk | Exception) -> None:
         for request in self.batch.drain():
             request.reader.put_nowait(last)
-
-    async def _in_thread(self, work: Any, *args: Any) -> Any:
-        """Run it in the model's thread. Even a cancelled caller waits for the end: two calls must never overlap."""
-        running = asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait({running})
-            raise
 
     async def pause(self) -> None:
         await super().pause()
@@ -131,9 +122,11 @@ class TransformersEngine(Engine):
         if self.batch.busy:
             raise EngineError("streams are running: pause the engine before loading new weights")
         if source is not None:
+            from loopwright.engines.inprocess.models import put_weights
+
             if not isinstance(source, Mapping):
                 source = self.scenario_dir / Path(source)
-            await self._in_thread(self._loaded.put_weights, source)
+            await finish_in_thread(self._thread, put_weights, self.model, source)
             self.batch.prefixes.clear()
         self.version = version
 

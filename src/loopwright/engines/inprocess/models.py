@@ -1,7 +1,6 @@
 """Models for the in-process engine: load them by name, check them, and update their weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +20,8 @@ if TYPE_CHECKING:
 _CHECKED_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model, ready to serve."""
-
-    model: Any
-    tokenizer: Tokenizer
-    batch: Batch
-    max_context: int
-
-    def put_weights(self, source: Mapping[str, Tensor] | Path) -> None:
-        """Replace the model's weights."""
-        put_weights(self.model, source)
-
-
-def load(config: "TransformersConfig", scenario_dir: Path) -> LoadedModel:
-    """The model that a config names. EngineError if it cannot be loaded or served."""
+def load(config: "TransformersConfig", scenario_dir: Path) -> tuple[Any, Tokenizer, Batch, int]:
+    """The model that a config names, ready to serve, and its longest context. EngineError if it cannot be."""
     model, tokenizer = load_plain(config, scenario_dir)
     pack(model)
     text = model.config.get_text_config()
@@ -55,7 +40,7 @@ def load(config: "TransformersConfig", scenario_dir: Path) -> LoadedModel:
     )
     if config.model not in ("tiny", "smollm2"):
         _check(model, shape, config.model)
-    return LoadedModel(model, tokenizer, batch, max_context)
+    return model, tokenizer, batch, max_context
 
 
 def load_plain(config: "TransformersConfig", scenario_dir: Path) -> tuple[Any, Tokenizer]:

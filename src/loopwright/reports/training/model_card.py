@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import EVALUATED
 from loopwright.reports.formatting import counted, number
 from loopwright.reports.training.digest import read_training, verdict, warnings
 
@@ -39,7 +40,7 @@ A policy trained with Loopwright ({digest.agent.get("type", "")}) from `{model}`
 Judger: `{_text(digest.part("judger"))}`
 
 ## Data
-Tasks: `{_text(digest.rollout.get("tasks"))}`
+{_data(ledger)}
 
 ## Caveats
 {caveats}
@@ -51,6 +52,20 @@ Tasks: `{_text(digest.rollout.get("tasks"))}`
 |---|---|
 {settings}
 """
+
+
+def _data(ledger: Ledger) -> str:
+    """The tasks of each source with a reward, in training and in evaluations."""
+    rows = ledger.transaction.rows(
+        f"SELECT {EVALUATED} IS NULL, json_extract(action, '$.source'), "
+        "count(DISTINCT json_extract(action, '$.index')), count(*) FROM trials WHERE reward IS NOT NULL "
+        "GROUP BY 1, 2 ORDER BY 1 DESC, 2"
+    )
+    return "\n".join(
+        f"- {'Training' if is_training else 'Evaluation'} rollouts on `{source.removeprefix('eval:')}`: "
+        f"{number(rollouts)} of {counted(tasks, 'task')}."
+        for is_training, source, tasks, rollouts in rows
+    )
 
 
 def _text(value: Any) -> str:

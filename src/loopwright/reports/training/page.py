@@ -1,7 +1,6 @@
 """The page of a training run: the verdict, then the curves and episodes behind it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil, fsum
 from typing import Any
 
@@ -31,39 +30,31 @@ _ASIDE = ("version", "episodes", "trained_episodes", "updates", "skipped", "in_f
 """Numbers that have no curve, or are shown elsewhere."""
 
 
-@dataclass(frozen=True)
-class CurveTitle:
-    """What a number is called on the page, and what it means."""
-
-    title: str
-    meaning: str = ""
-
-
 _TRAINED = "per trained token; rollouts without an advantage may be left out"
-_TITLES = {
-    "kl": CurveTitle("KL", "distance to the reference policy"),
-    "mismatch_kl": CurveTitle("mismatch", f"KL from the sampling policy to the learner's, {_TRAINED}"),
-    "mismatch_max": CurveTitle("largest mismatch", f"largest difference of logprobs, {_TRAINED}"),
-    "entropy": CurveTitle("entropy", f"of the policy, {_TRAINED}"),
-    "clip_fraction": CurveTitle("clip fraction", f"share of clipped ratios, {_TRAINED}"),
-    "grad_norm": CurveTitle("gradient norm", "before clipping"),
-    "loss": CurveTitle("loss"),
-    "reward_std": CurveTitle("spread of rewards", "within a batch"),
-    "length": CurveTitle("length", "sampled tokens per rollout"),
-    "turns": CurveTitle("turns", "per rollout"),
-    "staleness": CurveTitle("staleness", "how many policy versions old the tokens are"),
-    "importance": CurveTitle("importance", f"against recorded logprobs, {_TRAINED}"),
-    "tokens_per_s": CurveTitle("throughput", "tokens trained on per second"),
-    "reward_all": CurveTitle("reward of all", "including groups that were left out"),
-    "filtered": CurveTitle("filtered groups", "left out because all their rewards are equal"),
-    "failed": CurveTitle("failed groups", "left out because none of their rollouts counts"),
-    "short": CurveTitle("short groups", "left out because too few of their rollouts were judged"),
-    "fault_rate": CurveTitle("fault rate", "share of rollouts lost through no fault of the policy"),
-    "lr": CurveTitle("learning rate"),
-    "truncation_rate": CurveTitle("truncated", "share of rollouts that were cut off"),
-    "length_reward": CurveTitle("length and reward", "their correlation within a batch"),
-    "control_rate": CurveTitle("control tokens", "share of sampled tokens, ends of turns aside"),
-    "repetition": CurveTitle("repetition", "share of 4-grams that a turn has had before"),
+_TITLES: Mapping[str, tuple[str, str]] = {
+    "kl": ("KL", "distance to the reference policy"),
+    "mismatch_kl": ("mismatch", f"KL from the sampling policy to the learner's, {_TRAINED}"),
+    "mismatch_max": ("largest mismatch", f"largest difference of logprobs, {_TRAINED}"),
+    "entropy": ("entropy", f"of the policy, {_TRAINED}"),
+    "clip_fraction": ("clip fraction", f"share of clipped ratios, {_TRAINED}"),
+    "grad_norm": ("gradient norm", "before clipping"),
+    "loss": ("loss", ""),
+    "reward_std": ("spread of rewards", "within a batch"),
+    "length": ("length", "sampled tokens per rollout"),
+    "turns": ("turns", "per rollout"),
+    "staleness": ("staleness", "how many policy versions old the tokens are"),
+    "importance": ("importance", f"against recorded logprobs, {_TRAINED}"),
+    "tokens_per_s": ("throughput", "tokens trained on per second"),
+    "reward_all": ("reward of all", "including groups that were left out"),
+    "filtered": ("filtered groups", "left out because all their rewards are equal"),
+    "failed": ("failed groups", "left out because none of their rollouts counts"),
+    "short": ("short groups", "left out because too few of their rollouts were judged"),
+    "fault_rate": ("fault rate", "share of rollouts lost through no fault of the policy"),
+    "lr": ("learning rate", ""),
+    "truncation_rate": ("truncated", "share of rollouts that were cut off"),
+    "length_reward": ("length and reward", "their correlation within a batch"),
+    "control_rate": ("control tokens", "share of sampled tokens, ends of turns aside"),
+    "repetition": ("repetition", "share of 4-grams that a turn has had before"),
 }
 _PHASES = {"rollout_s": "waiting for rollouts", "train_s": "training"}
 
@@ -140,7 +131,7 @@ def chart_data(digest: TrainingDigest) -> dict[str, Any]:
     curves = [_curve("reward", "", [_line("training", _points(train, "reward")), *_held_out(digest, ["reward"])])]
     curves += [_curve("reward by kind", "held-out tasks of each source or kind", _held_out(digest, kinds(digest)))]
     curves += [_curve("pass@k", "held-out tasks solved in one of k attempts", _held_out(digest, passes(digest)))]
-    curves += [_curve(_title(n).title, _title(n).meaning, [_line("", points)]) for n, points in varied.items()]
+    curves += [_curve(*_title(n), [_line("", points)]) for n, points in varied.items()]
     phases = [_line(title, _points(train, phase)) for phase, title in _PHASES.items()]
     curves.append(_curve("seconds per step", "", phases))
     return {
@@ -148,7 +139,7 @@ def chart_data(digest: TrainingDigest) -> dict[str, Any]:
         "curves": [curve for curve in curves if curve["lines"]][:_CURVES],
         "steps": max((step.step for step in (*digest.train, *digest.evals)), default=1),
         "skipped": evenly(sorted({*digest.skipped, *digest.empty}), 200),
-        "level": {_title(name).title: points[0][1] for name, points in single.items() if name not in varied and points},
+        "level": {_title(name)[0]: points[0][1] for name, points in single.items() if name not in varied and points},
         "thinned": len(digest.train) > _POINTS,
     }
 
@@ -171,8 +162,9 @@ def _curve_marks(curve: Mapping[str, Any], skipped: Sequence[int]) -> list[tuple
     return marks + ([("tick", "a step that changed nothing")] if skipped else [])
 
 
-def _title(name: str) -> CurveTitle:
-    return _TITLES.get(name) or CurveTitle(name.replace("_", " "))
+def _title(name: str) -> tuple[str, str]:
+    """What a number is called on the page, and what it means."""
+    return _TITLES.get(name) or (name.replace("_", " "), "")
 
 
 def _points(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
