@@ -1,17 +1,17 @@
 """An environment of verifiers: our rollouts of it against verifiers' own evaluation, with the same engine.
 
 Both sample through our gateway with 64 rollouts at a time, in verifiers' interpreter, in turn. Ours has the ledger,
-the judger and the report. `python -m benchmarks.environments` is what runs there.
+the judger and the report; theirs writes nothing, so a busy disk delays ours only: the best round of each counts, and
+CPU time stands beside it. `python -m benchmarks.environments` is what runs there.
 """
 
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from benchmarks.measure import Ratio
 _ROOT = Path(__file__).resolve().parent.parent
 _PYTHON = _ROOT / ".venvs" / "verifiers" / "bin" / "python"
 _EXAMPLE = _ROOT / "examples" / "environments"
-_COUNT, _ROUNDS = 200, 3
+_COUNT, _ROUNDS = 200, 6
 
 
 def run() -> Iterator[Ratio]:
@@ -31,9 +31,10 @@ def run() -> Iterator[Ratio]:
     command = [str(_PYTHON), "-m", "benchmarks.environments"]
     output = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True).stdout
     figures = json.loads(output.splitlines()[-1])
-    ours, theirs = (statistics.median(figures[name]) for name in ("ours", "theirs"))
+    ours, theirs = (min(figures["wall"][name]) for name in ("ours", "theirs"))
+    cpu = min(figures["cpu"]["ours"]) / min(figures["cpu"]["theirs"])
     detail = f"{_COUNT} rollouts with a tool: {ours:.2f} s against {theirs:.2f} s; "
-    detail += f"CPU time {statistics.median(figures['cpu']):.2f} ×; equal rewards: {figures['equal']}"
+    detail += f"CPU time {cpu:.2f} ×; equal rewards: {figures['equal']}"
     yield Ratio("verifiers' environment", ours / theirs if figures["equal"] else float("inf"), 1.2, detail=detail)
 
 
@@ -72,18 +73,23 @@ async def _theirs() -> dict[int, float]:
 
 def _measure() -> dict[str, Any]:
     sys.path.insert(0, str(_EXAMPLE))
-    figures: dict[str, Any] = {"ours": [], "theirs": [], "cpu": [], "equal": True}
+    figures: dict[str, Any] = {kind: {"ours": [], "theirs": []} for kind in ("wall", "cpu")}
+    figures["equal"] = True
+    contenders: dict[str, Callable[[Path], dict[int, float]]] = {
+        "ours": _ours,
+        "theirs": lambda _: asyncio.run(_theirs()),
+    }
     for number in range(_ROUNDS + 1):  # the first is to warm up
-        with tempfile.TemporaryDirectory() as directory:
-            start, cpu_start = time.perf_counter(), time.process_time()
-            ours = _ours(Path(directory))
-            between, cpu_between = time.perf_counter(), time.process_time()
-            theirs = asyncio.run(_theirs())
-            end, cpu_end = time.perf_counter(), time.process_time()
-        if number:
-            figures["ours"].append(between - start)
-            figures["theirs"].append(end - between)
-            figures["cpu"].append((cpu_between - cpu_start) / (cpu_end - cpu_between))
+        rewards = {}
+        # Each goes first in every second round.
+        for name in sorted(contenders, reverse=bool(number % 2)):
+            with tempfile.TemporaryDirectory() as directory:
+                start_s, cpu_start_s = time.perf_counter(), time.process_time()
+                rewards[name] = contenders[name](Path(directory))
+                if number:
+                    figures["wall"][name].append(time.perf_counter() - start_s)
+                    figures["cpu"][name].append(time.process_time() - cpu_start_s)
+        ours, theirs = rewards["ours"], rewards["theirs"]
         figures["equal"] &= ours.keys() == theirs.keys() and all(abs(ours[key] - theirs[key]) < 1e-9 for key in ours)
     return figures
 
