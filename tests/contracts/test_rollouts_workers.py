@@ -18,7 +18,8 @@ from loopwright.core.task import Task
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
-from loopwright.rollouts.pools.base import WorkerLost
+from loopwright.rollouts.pools import actor_host
+from loopwright.rollouts.pools.base import EventLoopBlocked, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing.pools import Probe
 from tests.rollouts.harness import World
@@ -106,6 +107,38 @@ def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_no
     assert sum("Blocking.run blocked the event loop" in record.message for record in caplog.records) == 1
 
 
+class Spinning(AgentLoop):
+    async def run(self, task, session):
+        while task.id == "never yields":
+            pass
+        await asyncio.sleep(0.2)
+        return session.episode(task)
+
+
+def impatient_worker() -> LoopWorker:
+    """Built in an actor, which then ends soon after it is blocked."""
+    actor_host._PATIENCE_S = 0.0
+    return worker_of(Spinning, 0.5)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_l16_an_actor_that_is_blocked_for_ever_ends_long_before_the_engines_deadline():
+    async def main():
+        pool = pool_of(1, impatient_worker)
+        await pool.start()
+        try:
+            kinds = ["never yields", "innocent", "innocent"]
+            calls = (pool.call(RolloutRequest(Task(kind, TASK.messages), "0"), timeout_s=600.0) for kind in kinds)
+            return await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await pool.close()
+
+    blocking, *innocent = asyncio.run(main())
+    assert isinstance(blocking, EventLoopBlocked)
+    assert "Spinning.run blocked the event loop of its worker, which was ended" in str(blocking)
+    assert [episode.outcome for episode in innocent] == [Outcome.OK] * 2
+
+
 def test_l16_a_loop_cannot_change_what_it_is_judged_by(caplog):
     async def main():
         pool = LocalPool(lambda: worker_of(Changing))
@@ -125,13 +158,25 @@ import asyncio, logging, sys, time
 from pathlib import Path
 from loopwright.core import runtime
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
+from loopwright.rollouts.loops import worker as worker_module
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.core.task import Task
 
+async def ignore(ignored):
+    while True:
+        try:
+            await asyncio.sleep(1e6)
+        except ignored:
+            pass
+
 class Stubborn(AgentLoop):
     async def run(self, task, session):
+        if task.id == "everything":
+            await ignore(BaseException)
+        if task.id == "subtask":
+            await asyncio.gather(ignore(asyncio.CancelledError))
         while True:
             try:
                 await (asyncio.to_thread(time.sleep, 1e6) if task.id == "thread" else asyncio.sleep(1e6))
@@ -147,6 +192,13 @@ async def main():
             await pool.call(RolloutRequest(Task(kind, ({"role": "user", "content": ""},)), "0"), timeout_s=0.2)
         except TimeoutError:
             print("timeout")
+    worker_module._GRACE_S = 0.1
+    for kind in ("everything", "subtask"):
+        try:
+            await pool.call(RolloutRequest(Task(kind, ({"role": "user", "content": ""},)), "0"))
+        except TimeoutError as error:
+            logging.warning(f"{kind}: {error}")
+    worker_module._GRACE_S = 1e6
     asyncio.ensure_future(pool.call(RolloutRequest(Task("task", ({"role": "user", "content": ""},)), "0")))
     await asyncio.sleep(0.1)
     await pool.close()
@@ -163,4 +215,7 @@ def test_l16_a_loop_that_ignores_cancellation_is_abandoned_and_named():
     assert result.stdout.split() == ["timeout", "timeout", "ended"], result.stderr
     assert "calls of Stubborn.run ignored their cancellation" in result.stderr
     assert "threads that did not end within 0.2 s are abandoned: to_thread-0" in result.stderr
+    for kind in ("everything", "subtask"):
+        assert f"{kind}: not finished within 0.1 s; Stubborn.run ignored its cancellation for 0.1 s" in result.stderr
+    assert "ignore ignored its cancellation for 0.2 s and is abandoned" in result.stderr
     assert "was destroyed" not in result.stderr

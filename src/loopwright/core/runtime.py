@@ -1,10 +1,12 @@
 """The event loop of this process, which ends even if user code does not."""
 
 import asyncio
+import ctypes
 import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -43,6 +45,12 @@ async def finish_in_thread(thread: Executor, work: Callable[..., T], *args: Any)
         raise
 
 
+def _name(task: asyncio.Task[Any]) -> str:
+    """The name that a task was given, or that of its code."""
+    name = task.get_name()
+    return getattr(task.get_coro(), "__qualname__", name) if name.startswith("Task-") else name
+
+
 async def _abandon_tasks() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
@@ -50,8 +58,12 @@ async def _abandon_tasks() -> None:
     if not tasks:
         return
     _, stubborn = await asyncio.wait(tasks, timeout=_GRACE_S)
+    for name, count in Counter(map(_name, stubborn)).items():
+        times = f" ({count} times)" if count > 1 else ""
+        log.warning("%s ignored its cancellation for %g s and is abandoned%s", name, _GRACE_S, times)
     for task in stubborn:
-        log.warning("%s ignored its cancellation for %g s and is abandoned", task.get_name(), _GRACE_S)
+        # Never deleted, since code that ignores its cancellation may ignore that, too, for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
         asyncio._unregister_task(task)  # otherwise the runner waits for it, without a limit
         task._log_destroy_pending = False  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
 from loopwright.rollouts.judgers import JudgerDown
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
-from loopwright.rollouts.pools.base import Pool, PoolDown, SerializationError, WorkerLost
+from loopwright.rollouts.pools.base import EventLoopBlocked, Pool, PoolDown, SerializationError, WorkerLost
 from loopwright.rollouts.produce_config import ProduceConfig
 from loopwright.rollouts.tasks.mix import Prompt, TaskMix
 
@@ -305,6 +305,8 @@ class RolloutEnv:
             return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, str(error))
         except WorkerLost as error:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))
+        except EventLoopBlocked as error:
+            episode = Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, str(error))
         except TimeoutError:
             reason = f"the loop did not return within {_GRACE_S:g} s after its last deadline of {deadline_s:g} s"
             episode = Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)

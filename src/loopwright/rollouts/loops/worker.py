@@ -71,7 +71,7 @@ class LoopWorker(Worker):
         config, call = loop.config, current_call.get() or WatchedCall()
         engine, sampling = self._engine.for_session(request.seed), request.merge_sampling(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
-        deadline = PolicyDeadline(session, config, call)
+        deadline = PolicyDeadline(session, config, call, f"{type(loop).__name__}.run")
         call.on_stall.append(deadline.postpone)
         call.limit_s = config.deadline_s
         try:
@@ -81,9 +81,9 @@ class LoopWorker(Worker):
             episode = self._checked(answer, request.task, loop)
         except Exception as error:  # noqa: BLE001  a user's loop may raise anything
             if isinstance(error, EventLoopBlocked) and call.is_stubborn:
-                name = f"{type(loop).__name__}.run"
-                reason = f"{OUT_OF_TIME} {config.deadline_s:g} s; {name} ignored its cancellation for {_GRACE_S:g} s"
-                return session.episode(request.task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
+                return session.episode(
+                    request.task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=deadline.describe_stubborn()
+                )
             if isinstance(error, EventLoopBlocked):
                 return _blocked(request.task, session, call, loop)
             if isinstance(error, TimeoutError) and deadline.expired_at is not None:
@@ -147,8 +147,8 @@ class PolicyDeadline:
     The engine has its own limits: `engine_timeout_s` without a token, and ten times as much in all.
     """
 
-    def __init__(self, session: Session, config: LoopConfig, call: WatchedCall) -> None:
-        self._session, self._config, self._call = session, config, call
+    def __init__(self, session: Session, config: LoopConfig, call: WatchedCall, name: str) -> None:
+        self._session, self._config, self._call, self._name = session, config, call, name
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._start = self._loop.time()
         self._stalled_s = 0.0
@@ -210,8 +210,15 @@ class PolicyDeadline:
         self._timeout.reschedule(now)
         self._timer = self._loop.call_later(_GRACE_S, self._insist)
 
+    def describe_stubborn(self) -> str:
+        """Why the episode has ended if its code has ignored its cancellation."""
+        return f"{OUT_OF_TIME} {self._config.deadline_s:g} s; {self._name} ignored its cancellation for {_GRACE_S:g} s"
+
     def _insist(self) -> None:
-        """Interrupt code that has ignored its cancellation; again and again, as it may ignore that, too."""
+        """Interrupt code that has ignored its cancellation, and give it up if it ignores that, too."""
+        if self._call.is_stubborn:
+            self._call.give_up(self.describe_stubborn())
+            return
         self._call.is_stubborn = True
         if self._task is not None:
             self._task.cancel()

@@ -5,16 +5,25 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from loopwright.rollouts.pools.base import StreamingWorker, Worker, WorkerFactory, contain_failures, timeout_error
+from loopwright.rollouts.pools.base import (
+    EventLoopBlocked,
+    StreamingWorker,
+    Worker,
+    WorkerFactory,
+    contain_failures,
+    timeout_error,
+)
 from loopwright.rollouts.pools.serialization import pack, pack_exception, unpack
 from loopwright.rollouts.pools.steps import StepWatch, WatchedCall
 
 _MARK_BYTES = 8
+_PATIENCE_S = 10.0
+"""How long code may block the event loop beyond its deadline. The actor that ends then may take long to replace."""
 
 
 def build_below(build: Callable[..., Worker], scenario_dir: Path) -> Worker:
@@ -34,7 +43,8 @@ class ActorHost:
         self._calls: set[asyncio.Task[Any]] = set()
         self._ended = asyncio.Event()
         self._mark_file = mark_file(mark_name)
-        self._watch = StepWatch(_open_mark(self._mark_file))
+        self._mark = _open_mark(self._mark_file)
+        self._watch = StepWatch(self._mark)
 
     async def start(self, build: bytes, update: bytes | None) -> bytes:
         """Build the worker and apply the latest update; answers with its description and the update's answer."""
@@ -42,9 +52,10 @@ class ActorHost:
         try:
             factory: WorkerFactory = unpack(build)
             worker = factory()
+            self._watch.when_overdue(self._end_for, _PATIENCE_S)
             answer = None if update is None else await contain_failures(worker.apply_update(unpack(update)))
             self._worker = worker  # only now: others may find the actor by its name
-            return pack((None, (worker.describe(), answer)), "an answer")
+            return pack((None, (worker.describe(), worker.describe_calls(), answer)), "an answer")
         except Exception as error:  # noqa: BLE001  Every exception is sent to the caller.
             return pack((pack_exception(error), None))
 
@@ -92,7 +103,7 @@ class ActorHost:
             try:
                 async with asyncio.timeout(left_s) as deadline:
                     work = contain_failures(getattr(self._worker, method)(request))
-                    answer = await self._watch.run(WatchedCall(number), work)
+                    answer = await self._watched(WatchedCall(number), work)
             except TimeoutError:
                 if deadline.expired():
                     raise timeout_error(timeout_s) from None
@@ -103,6 +114,26 @@ class ActorHost:
         finally:
             self._calls.discard(call)
 
+    def _end_for(self, call: WatchedCall) -> None:
+        """Code that never returns can only be ended with its process; the negative mark tells whose it is, and why."""
+        self._mark(-call.number)
+        os._exit(1)
+
+    async def _watched(self, call: WatchedCall, work: Awaitable[Any]) -> Any:
+        """Await a call, but not one whose code ignores everything. One that only ignores this is killed by the pool."""
+        task, over = asyncio.create_task(self._watch.run(call, work)), asyncio.Event()
+        call.on_give_up = over.set
+        task.add_done_callback(lambda _: over.set())
+        try:
+            await over.wait()
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        if not task.done():
+            raise EventLoopBlocked(call.hopeless)
+        return task.result()
+
 
 def mark_file(name: str) -> Path:
     """The file on an actor's machine in which it marks the call that runs; it outlives the actor's process."""
@@ -111,10 +142,13 @@ def mark_file(name: str) -> Path:
 
 
 def read_mark(name: str) -> int:
-    """The number of the call whose code ran when an actor died; 0 if none ran or nobody knows. Removes the file."""
+    """The number of the call whose code ran when an actor died; 0 if none ran or nobody knows. Removes the file.
+
+    It is negative if the actor ended because this code blocked its event loop.
+    """
     file = mark_file(name)
     try:
-        return int.from_bytes(file.read_bytes(), "little")
+        return int.from_bytes(file.read_bytes(), "little", signed=True)
     except OSError:
         return 0
     finally:
@@ -127,6 +161,6 @@ def _open_mark(file: Path) -> Callable[[int], None]:
         memory = mmap.mmap(opened.fileno(), _MARK_BYTES)
 
     def mark(number: int) -> None:
-        memory[:] = number.to_bytes(_MARK_BYTES, "little")
+        memory[:] = number.to_bytes(_MARK_BYTES, "little", signed=True)
 
     return mark

@@ -5,7 +5,15 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from loopwright.rollouts.pools.base import Pool, Worker, WorkerFactory, WorkerLost, contain_failures, timeout_error
+from loopwright.rollouts.pools.base import (
+    EventLoopBlocked,
+    Pool,
+    Worker,
+    WorkerFactory,
+    WorkerLost,
+    contain_failures,
+    timeout_error,
+)
 from loopwright.rollouts.pools.steps import StepWatch, WatchedCall
 
 log = logging.getLogger(__name__)
@@ -89,9 +97,12 @@ class LocalPool(Pool):
                 timer = loop.call_at(timer.when() + stall_s, notify)
 
         watched.on_stall.append(move_deadline)
+        watched.on_give_up = notify
         try:
             await wake
             if not call.done():
+                if watched.hopeless:
+                    raise EventLoopBlocked(watched.hopeless)
                 await self._cancel(call)
                 raise timeout_error(timeout_s)
             if call.cancelled():

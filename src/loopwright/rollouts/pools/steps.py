@@ -38,6 +38,15 @@ class WatchedCall:
         """Whether its code has ignored a cancellation, so that the next one is a StepInterrupted."""
         self.on_stall: list[Callable[[float], object]] = []
         """Called with the seconds that another call has blocked the event loop, to move a deadline."""
+        self.hopeless = ""
+        """Why its code will never end, whatever is done to it; empty if it may."""
+        self.on_give_up: Callable[[], object] = lambda: None
+        """Called once that is known, so that nobody waits for it any more."""
+
+    def give_up(self, reason: str) -> None:
+        """Its code ignores everything: leave it where it is."""
+        self.hopeless = reason
+        self.on_give_up()
 
     def blocked_s_until_now(self) -> float:
         """How long its own code has blocked the event loop, the current step included."""
@@ -76,12 +85,21 @@ class StepWatch:
 
         Only in the main thread: others cannot be interrupted. Native code that does not return cannot be, either.
         """
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(_SIGNAL) == signal.SIG_DFL:
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() or thread.ident is None:
+            return
+        if signal.getsignal(_SIGNAL) == signal.SIG_DFL:
             signal.signal(_SIGNAL, _interrupt_overdue)  # stays installed: without watches it does nothing
+        if signal.getsignal(_SIGNAL) is _interrupt_overdue:
+            _interrupting.append(self)
+            self.when_overdue(lambda _: signal.pthread_kill(thread.ident or 0, _SIGNAL))
+
+    def when_overdue(self, act: Callable[[WatchedCall], object], patience_s: float = 0.0) -> None:
+        """From now on, call this in a thread if a step takes longer than its call's limit and this; at each tick."""
         self._closed.clear()
-        _interrupting.append(self)
-        thread = threading.main_thread().ident if signal.getsignal(_SIGNAL) is _interrupt_overdue else None
-        threading.Thread(target=self._interrupt_steps, args=(thread,), name="loopwright-steps", daemon=True).start()
+        threading.Thread(
+            target=self._watch_limits, args=(act, patience_s), name="loopwright-steps", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Interrupt no more steps."""
@@ -89,18 +107,17 @@ class StepWatch:
         if self in _interrupting:
             _interrupting.remove(self)
 
-    def _interrupt_steps(self, thread: int | None) -> None:
+    def _watch_limits(self, act: Callable[[WatchedCall], object], patience_s: float) -> None:
         last_step, waited_s = 0, 0.0
         # Ticks are counted instead of time: a process that was suspended (Ctrl-Z) has not been waiting.
         while not self._closed.wait(_TICK_S):
             call, step = self._current, self._steps_begun
             waited_s = waited_s + _TICK_S if step == last_step else 0.0
             last_step = step
-            if call is None or call.limit_s is None or waited_s < call.limit_s:
+            if call is None or call.limit_s is None or waited_s < call.limit_s + patience_s:
                 continue
             self._overdue_step = step
-            if thread is not None:
-                signal.pthread_kill(thread, _SIGNAL)  # again at each tick: its code may have swallowed the first one
+            act(call)  # again at each tick: its code may have swallowed the first signal
 
     @property
     def is_overdue(self) -> bool:

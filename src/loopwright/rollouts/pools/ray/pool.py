@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from loopwright.execution.ray.connection import RayConnection
-from loopwright.rollouts.pools.base import Pool, WorkerFactory, WorkerLost, timeout_error
+from loopwright.rollouts.pools.base import EventLoopBlocked, Pool, WorkerFactory, WorkerLost, timeout_error
 from loopwright.rollouts.pools.ray.actor import (
     ActorLost,
     ActorPlacement,
@@ -87,6 +87,8 @@ class RayPool(Pool):
         self._in_flight, self._numbers = 0, count(1)
         self._update: bytes | None = None
         self._description: Any = None
+        self._calls = ""
+        """What calls run, for messages."""
         self._packed_build = b""
         self._own_node = ""
         self._open = False
@@ -133,6 +135,11 @@ class RayPool(Pool):
                     return await self._issue(number, request, deadline, avoid_node, limit)
                 except ActorLost as lost:
                     culprit, neighbours = await lost.culprit(), lost.actor.calls_at_end
+                    if culprit == -number:
+                        raise EventLoopBlocked(
+                            f"{self._calls} blocked the event loop of its worker, which was ended. "
+                            "Use `await asyncio.to_thread(...)` for code that blocks"
+                        ) from lost
                     if culprit == number or (culprit == 0 and limit == 1):
                         losses += 1
                     else:
@@ -298,7 +305,7 @@ class RayPool(Pool):
                 actor.node = await actor.actor.node.remote()
                 update = self._update
                 failure, started = unpack(await actor.actor.start.remote(self._packed_build, update))
-                self._description, answer = started or (None, None)
+                self._description, self._calls, answer = started or (None, "", None)
                 while failure is None and update is not self._update:  # A newer one was published meanwhile.
                     update = self._update
                     request = pack((0, None, None, unpack(update or b"")))
