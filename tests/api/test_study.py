@@ -227,7 +227,7 @@ def test_without_a_success_there_is_no_best():
         study.fail(study.ask(), "broken")
 
     assert study.code == 1
-    with pytest.raises(lw.NoResult, match="1 failed; trial 1: broken"):
+    with pytest.raises(lw.NoResult, match="1 ended; trial 1 crashed: broken"):
         study.best  # noqa: B018
 
 

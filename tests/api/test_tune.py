@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import loopwright as lw
-from loopwright.core.errors import LedgerError
+from loopwright.core.errors import LedgerError, LoopwrightError
 from loopwright.core.outcome import Outcome
 from tests.survival.campaign import read_all
 
@@ -179,9 +179,16 @@ def test_without_an_output_each_study_gets_a_directory():
 
 def test_it_works_inside_a_running_event_loop_as_in_a_notebook():
     async def cell():
-        return lw.tune(parabola, SPACE, minimize="loss", trials=2, output="out")
+        study = lw.tune(parabola, SPACE, minimize="loss", trials=2, output="out")
+        return study, lw.dispatch(lw.load("out/scenario.toml"), "again")
 
-    assert len(asyncio.run(cell()).trials()) == 2
+    async def cell_again():
+        lw.dispatch(lw.load("out/scenario.toml"), "again")
+
+    study, code = asyncio.run(cell())
+    assert (len(study.trials()), code) == (2, 0)
+    with pytest.raises(LoopwrightError, match="again already contains a campaign"):
+        asyncio.run(cell_again())
 
 
 def test_a_scenario_runs_from_a_dict_with_overrides():

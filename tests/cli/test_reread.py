@@ -75,6 +75,12 @@ def test_what_was_reread_is_what_everything_uses(loopwright, tmp_path):
     assert all(end >= start for start, end in times)
     assert loopwright("check", output).returncode == 0
 
+    wrong = loopwright("reread", output, "--set", "run.workload.metrics.y.regex=w=([0-9])", "--write")
+    assert "ok → missing" in wrong.stdout
+    assert not (output / "r/best.toml").exists()
+    assert loopwright("reread", output, *fix, "--write").returncode == 0
+    assert "x = 1" in (output / "r/best.toml").read_text()
+
     more = ["--set", "run.agent.trials=12", "--accept-changes", *fix]
     result = loopwright("resume", output, *more)
     assert result.returncode == 0, result.stderr

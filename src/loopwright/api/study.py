@@ -227,8 +227,8 @@ class Study:
         """The recommended configuration, or the best one so far if none was confirmed. Raises NoResult without any."""
         front = self.front
         if not front:
-            failed = [trial for trial in self.trials() if trial.outcome not in (None, Outcome.OK)]
-            first = f" {len(failed)} failed; trial {failed[0].number}: {failed[0].reason}" if failed else ""
+            ended = [trial for trial in self.trials() if trial.outcome not in (None, Outcome.OK)]
+            first = "".join(f" {len(ended)} ended; trial {t.number} {t.outcome}: {t.reason}" for t in ended[:1])
             raise NoResult(f"{self.output / self.run}: no trial succeeded.{first}")
         return front[0]
 

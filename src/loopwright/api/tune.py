@@ -1,10 +1,8 @@
 """`tune` and `run`: a search over a Python function, and what `loopwright run` does, as Python calls."""
 
-import asyncio
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime
@@ -19,7 +17,7 @@ from loopwright.core.errors import Problem, ScenarioError
 from loopwright.envs.live.server import GymServer
 from loopwright.reports.export import replacing
 from loopwright.reports.progress import show_progress
-from loopwright.scenario.dispatch import Signals, dispatch
+from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
 from loopwright.scenario.load import load
 from loopwright.workloads.in_process import InProcessWorkload
@@ -211,40 +209,12 @@ def _new_directory(name: str) -> Path:
 
 
 def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool, progress: bool | None, **options: Any) -> int:
-    """Dispatch, also inside a running event loop, as in a notebook. A signal is raised once the run has stopped."""
+    """Dispatch, and raise a signal once the run has stopped."""
     visible = sys.stderr.isatty() if progress is None else progress
     with show_progress(None, sys.stderr) if visible else nullcontext(lambda _: ()) as watch:
-        try:
-            asyncio.get_running_loop()
-            start: Callable[..., int] = _dispatch_in_thread
-        except RuntimeError:
-            start = dispatch
-        code = start(loaded, output, resume=resume, watch=watch, **options)
+        code = dispatch(loaded, output, resume=resume, watch=watch, **options)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code > 128:
         raise SystemExit(code)
     return code
-
-
-def _dispatch_in_thread(loaded: LoadedScenario, output: Path, **options: Any) -> int:
-    signals = Signals()
-    results: list[int | BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(dispatch(loaded, output, signals=signals, **options))
-        except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
-            results.append(error)
-
-    thread = threading.Thread(target=work, name="loopwright-run")
-    thread.start()
-    while thread.is_alive():
-        try:
-            thread.join()
-        except KeyboardInterrupt:
-            signals.handle(signal.SIGINT)
-    (result,) = results
-    if isinstance(result, BaseException):
-        raise result
-    return result

@@ -110,6 +110,7 @@ def write_best(ledger: Ledger, path: Path, best: Recommendation | None = None) -
     candidates = best.by_regime if run.get("conditions_on_regime") else best.front
     runs = [_plain_run(source, candidate, regime) for candidate in candidates for regime in candidate.regimes]
     if not runs:
+        path.unlink(missing_ok=True)  # of measurements that `reread` has replaced
         return None
     import tomli_w
 

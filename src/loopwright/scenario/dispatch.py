@@ -3,6 +3,7 @@
 It locks the output directory, writes what `resume` needs, and stops the run in progress when a signal comes.
 """
 
+import asyncio
 import fcntl
 import json
 import logging
@@ -13,8 +14,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from operator import index
 from pathlib import Path
 from types import FrameType
@@ -133,8 +136,16 @@ def dispatch(
     `agent` is called in place of the class of each run's agent. `overwrite` deletes an earlier campaign in `output`.
     `answers` gets the recommendation of each search, as its report has it.
     """
-    output = Path(output)
-    with (signals or Signals()).installed() as signals, hold(output), loaded.scenario.system.session():
+    output, signals = Path(output), signals or Signals()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:  # as in a notebook
+        how: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "overwrite": overwrite}
+        how |= {"watch": watch, "signals": signals, "server": server, "agent": agent, "answers": answers}
+        return _in_thread(partial(dispatch, loaded, output, **how), signals)
+    with signals.installed(), hold(output), loaded.scenario.system.session():
         if not resume:
             if overwrite:
                 _delete_campaign(output)
@@ -160,6 +171,19 @@ def dispatch(
         if signals.received is not None:
             return 128 + signals.received
         return code if 0 <= code < _SIGNAL_CODES else 1  # a shell sees the last eight bits only
+
+
+def _in_thread(work: Callable[[], int], signals: Signals) -> int:
+    """Work in a thread of its own, where no event loop runs."""
+    with ThreadPoolExecutor(1, "loopwright-run") as pool:
+        result = pool.submit(work)
+        while True:
+            try:
+                return result.result()
+            except KeyboardInterrupt:
+                if result.done():
+                    raise
+                signals.handle(signal.SIGINT)
 
 
 @dataclass
