@@ -300,14 +300,15 @@ function parallel(run, figure) {
     line.append(make("title", {}, `trial ${run.number[index]}: ${run.labels.map((label, o) => `${label} = ${write(run.rewards[o][index])}`).join(", ")}`));
     svg.append(line);
   }
-  const cut = (text) => (text.length > 14 ? `${text.slice(0, 13)}…` : text);
+  const room = Math.min(13, Math.floor((width - 2 * side) / (axes.length - 1) / 7.7)), cut = (text) => (text.length > room ? `${text.slice(0, room - 1)}…` : text);
   axes.forEach((axis) => {
     svg.append(make("line", { x1: axis.x, x2: axis.x, y1: top, y2: height - bottom, stroke: colour("muted") }));
     svg.append(make("text", { x: axis.x, y: 12, "text-anchor": "middle", "font-weight": 600, fill: colour("ink") }, cut(axis.name)));
+    svg.lastChild.append(make("title", {}, axis.name));
     const marks = axis.names ? axis.names.slice(0, 24).map((name, at) => [name, at]) : [[write(Number(axis.scale.high.toPrecision(4))), axis.scale.high], [write(Number(axis.scale.low.toPrecision(4))), axis.scale.low]];
     for (const [name, value] of marks) {
       const y = axis.y(value), end = !axis.names && (y <= top + 1 ? -6 : 14);
-      svg.append(make("text", axis.names ? { x: axis.x + 5, y: y + 4, stroke: colour("paper"), "stroke-width": 3, "paint-order": "stroke" } : { x: axis.x, y: y + end, "text-anchor": "middle" }, cut(String(name))));
+      svg.append(make("text", axis.names ? { x: axis.x + 5, y: y + 4, stroke: colour("paper"), "stroke-width": 3, "paint-order": "stroke" } : { x: axis.x, y: y + end, "text-anchor": "middle" }, axis.names ? cut(String(name)) : name));
     }
   });
   plot.replaceChildren(svg);
