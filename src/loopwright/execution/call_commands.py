@@ -1,5 +1,6 @@
 """Python functions as commands: each call is its own process, wherever an executor runs commands."""
 
+import json
 from pathlib import Path
 
 import orjson
@@ -58,7 +59,7 @@ class CallCommands(CallExecutor):
         if not result.exists():
             code = f"exit code {done.exit_code}" if done.signal is None else signal_name(done.signal)
             return CallResult(done.usage, *sizes, worker_exit=done.reason or code)
-        response = orjson.loads(result.read_bytes())
+        response = json.loads(result.read_bytes())  # not orjson: errors may contain lone surrogates
         if "storage" in response:
             with storage(directory):
                 raise OSError(*response["storage"])

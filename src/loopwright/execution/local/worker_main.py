@@ -1,8 +1,8 @@
 """The child's side of a Python worker: reads calls from a socket, runs them, responds.
 
-Run as a script with the socket's number, or with two files for one call. It imports nothing of Loopwright and only
-what a call needs, so that a worker starts in milliseconds and a user's modules get a clean interpreter: even `typing`
-takes longer than a small call, and orjson as long as the interpreter itself.
+Run as a script with the socket's number, or with two files, for one call or question. It imports nothing of Loopwright
+and only what a call needs, so that a worker starts in milliseconds and a user's modules get a clean interpreter: even
+`typing` takes longer than a small call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CallServer:
         hello = self._receive() or {}
         sys.path[:0] = hello.get("path", [])
         while (frame := self._receive()) is not None:
-            self._send(_describe(frame["check"]) if "check" in frame else self.call(frame))
+            self._send(self.call(frame))
 
     def call(self, frame: Frame) -> Frame:
         """Make a call and return the response."""
@@ -187,16 +187,20 @@ class CallServer:
         _write_all(self._fd, len(body).to_bytes(4, "big") + body)
 
 
-def _make_call(source: str, target: str) -> None:
-    import orjson
+def _answer_file(source: str, target: str) -> None:
+    """Make the call of a file, or describe the callable that it names."""
+    import json
 
-    with open(source, "rb") as file:  # noqa: PTH123  Path is not imported, which takes time.
-        frame = orjson.loads(file.read())
+    with open(source, encoding="utf-8") as file:  # noqa: PTH123  Path is not imported, which takes time.
+        frame = json.load(file)
     sys.path[:0] = frame["path"]
-    response = CallServer(-1).call(frame)
-    with open(f"{target}.part", "wb") as file:  # noqa: PTH123
-        file.write(orjson.dumps(response))
+    is_question = "describe" in frame
+    response = _describe(frame["describe"]) if is_question else CallServer(-1).call(frame)
+    with open(f"{target}.part", "w", encoding="utf-8") as file:  # noqa: PTH123
+        json.dump(response, file)
     os.rename(f"{target}.part", target)  # noqa: PTH104
+    if is_question:
+        os._exit(0)  # nobody waits for the threads of its module
 
 
 class _NotFoundError(LookupError):
@@ -365,7 +369,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def main() -> None:
-    """Serve the socket given on the command line, or make the call of the first file and write the second."""
+    """Serve the socket given on the command line, or answer the first file in the second."""
     files, sys.argv[1:] = sys.argv[1:], []
     if len(files) == 1:
         os.set_inheritable(int(files[0]), False)
@@ -373,7 +377,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     if len(files) == 2:
-        _make_call(*files)
+        _answer_file(*files)
         return
     global loopwright_report
     server = CallServer(int(files[0]))
