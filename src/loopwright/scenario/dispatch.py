@@ -45,6 +45,7 @@ _FAILURE_FILE = "dse_failure.txt"
 _SIGNAL_CODES = 128
 """From here on, an exit status means that a signal ended the process."""
 _RETRY_S = 0.05
+_SERVER_ERRORS = ServerLost, ServerError
 _RECORDING = ("loopwright.ledger", "loopwright.envs")
 """The packages whose code must not be interrupted by an exception."""
 
@@ -224,21 +225,17 @@ def _run(
     path = output / run.name / "ledger.db"
     try:
         built = build(loaded, run, output, **options)
-    except (ServerLost, ServerError) as error:
-        with Ledger.open(path) as ledger:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, LoopwrightError) and not isinstance(error, _SERVER_ERRORS):
+            raise
+        with Ledger.open(path) if path.exists() else nullcontext() as ledger:
             budget = run.agent.budget if run.agent is not None else None
-            if budget is not None and ledger.last()[0] >= budget and ledger.state("finished"):
+            is_used_up = ledger and budget is not None and ledger.last()[0] >= budget and ledger.state("finished")
+            if is_used_up and isinstance(error, _SERVER_ERRORS):
                 return 0  # a live run that has used its whole budget does not need its server
-            return _report_server(error, ledger, run.name)
-    except LoopwrightError:
-        raise
-    except SystemExit as error:
-        with Ledger.open(path) if path.exists() else nullcontext() as ledger:
-            return _report_exit(error, ledger, run.name)
-    except Exception as error:
-        with Ledger.open(path) if path.exists() else nullcontext() as ledger:
-            _record_failure(error, ledger, run.name, output)
-        raise
+            if not _record_failure(error, ledger, run.name, output):
+                raise
+            return 1
     book = built.env.book
     book.observers.extend(watch(built.env))
     signals.books.append(book)
@@ -265,13 +262,10 @@ def _run(
             code |= 1
     except RunStopped:
         pass  # the signal decides the exit status
-    except (ServerLost, ServerError) as error:
-        code |= _report_server(error, book.ledger, run.name)
-    except SystemExit as error:
-        code |= _report_exit(error, book.ledger, run.name)
-    except Exception as error:
-        _record_failure(error, book.ledger, run.name, output)
-        raise
+    except (Exception, SystemExit) as error:
+        if not _record_failure(error, book.ledger, run.name, output):
+            raise
+        code |= 1
     finally:
         signals.books.remove(book)
         built.resources.close()
@@ -299,30 +293,27 @@ def drive(agent: Agent, signals: Signals | None = None) -> int:
     return code
 
 
-def _report_server(error: ServerLost | ServerError, ledger: Ledger, name: str) -> int:
-    """Record why a run's server cannot be used, and return the run's code."""
-    log.error("run %r: %s Continue with `loopwright resume`.", name, sentence(error))
-    ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
-    return 1
-
-
-def _report_exit(error: SystemExit, ledger: Ledger | None, name: str) -> int:
-    """Record that a run's code called `sys.exit`, with any status, and return the run's code."""
-    log.error("run %r: its code called sys.exit(%r), which fails the run", name, error.code)
-    if ledger is not None:
-        ledger.set_state("failure", "".join(traceback.format_exception(error)))
-    return 1
-
-
-def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: Path) -> None:
-    """Write the failure where the user and the report find it. A full disk must not hide the error itself."""
-    text = f"run: {name}\n\n{''.join(traceback.format_exception(error))}"
+def _record_failure(error: Exception | SystemExit, ledger: Ledger | None, name: str, output: Path) -> bool:
+    """Write the failure where the user and the report find it. Returns whether the other runs may continue: after a
+    lost server or a `sys.exit`, but not after a bug or a full disk, which must not be hidden by what is written here.
+    """
+    text = "".join(traceback.format_exception(error))
+    is_harmless = isinstance(error, (*_SERVER_ERRORS, SystemExit))
+    if isinstance(error, SystemExit):
+        log.error("run %r: its code called sys.exit(%r), which fails the run", name, error.code)
+    elif is_harmless:
+        log.error("run %r: %s Continue with `loopwright resume`.", name, sentence(error))
+        text = f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error)
+    else:
+        text = f"run: {name}\n\n{text}"
     try:
         if ledger is not None:
             ledger.set_state("failure", text)
-        (output / _FAILURE_FILE).write_text(text)
+        if not is_harmless:
+            (output / _FAILURE_FILE).write_text(text)
     except (OSError, LoopwrightError):
         log.warning("the failure could not be written to %s", output)
+    return is_harmless
 
 
 # -- the output directory ------------------------------------------------------------------------------------------
