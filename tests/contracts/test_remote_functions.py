@@ -6,7 +6,7 @@ import pytest
 
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
-from loopwright.engines.scripted import ScriptedConfig
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.testing import LoopContract
 from loopwright.testing.loops import RecordingEngine
@@ -65,6 +65,17 @@ def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
     assert (crashed.outcome, crashed.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
     assert "AssertionError" in crashed.reason
     assert (late.outcome, late.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+
+
+def test_p02_a_deadline_is_extended_as_often_as_the_engine_needs(tmp_path):
+    async def main():
+        engine = ScriptedEngine(ScriptedConfig(replies=("an answer",), slip=0.0, delay_s=7.0), tmp_path)
+        options = {"function": f"{write_functions(tmp_path)}:solve", "args": {"state": {"trials": []}}}
+        async with open_setup(tmp_path, engine, deadline_s=2.0, **options) as setup:
+            return await setup.roll()
+
+    episode = asyncio.run(main())
+    assert (episode.outcome, episode.fault, episode.answer) == (Outcome.OK, None, "an answer"), episode.reason
 
 
 @pytest.mark.parametrize("parameter", ["workspace", "home", "instruction"])

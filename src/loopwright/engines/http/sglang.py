@@ -32,18 +32,17 @@ class SglangEngine(HttpEngine):
             raise BadSampling(
                 f"{self.client.url}: SGLang reports logprobs from before top-p, top-k and min-p. Sample without them"
             )
-        max_tokens = sampling.max_tokens
-        try:
-            async with aclosing(self._generate(ids, sampling, seed, max_tokens)) as raw_chunks:
-                async for raw in raw_chunks:
-                    yield raw
-        except ContextFull as error:
-            if (space := error.limit - len(ids)) <= 0 or space >= max_tokens:
-                raise
-            # SGLang refuses a limit beyond its context length; ask for as many tokens as fit.
-            async with aclosing(self._generate(ids, sampling, seed, space)) as raw_chunks:
-                async for raw in raw_chunks:
-                    yield raw
+        limit = sampling.max_tokens
+        while True:
+            try:
+                async with aclosing(self._generate(ids, sampling, seed, limit)) as raw_chunks:
+                    async for raw in raw_chunks:
+                        yield raw
+                return
+            except ContextFull as error:
+                if (space := error.limit - len(ids)) <= 0 or space >= limit:
+                    raise
+                limit = space  # SGLang refuses a limit beyond its context length; ask for as many tokens as fit
 
     async def _generate(
         self, ids: Sequence[int], sampling: Sampling, seed: int, max_tokens: int

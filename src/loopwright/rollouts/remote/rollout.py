@@ -233,12 +233,13 @@ class RemoteRollout:
     async def _run_agent(self, job: AgentJob, deadline: float) -> AgentExit | None:
         """How the agent ended; None if it ran out of time."""
         work = asyncio.ensure_future(self._context.agent.work(job))
+        before_s = self._engine_s
         try:
             with self._phase("agent"):
                 due: float | None = deadline
                 while due is not None and not work.done():
                     await asyncio.wait({work}, timeout=max(0.0, due - self._clock()))
-                    due = None if work.done() else await self._extend(job, deadline, self._engine_s)
+                    due = None if work.done() else await self._extend(job, deadline - before_s)
             if work.done():
                 return work.result()
             # End the session before the agent, to see whether the agent or the engine was slow.
@@ -250,15 +251,15 @@ class RemoteRollout:
                 with self._phase("teardown"):
                     await asyncio.wait({work})
 
-    async def _extend(self, job: AgentJob, deadline: float, engine_s: float) -> float | None:
+    async def _extend(self, job: AgentJob, deadline: float) -> float | None:
         """When to look again, because the agent waited for its engine; None if its own time is over, or the engine's.
 
-        `engine_s` is the engine time from before the agent started, which its deadline contains.
+        `deadline` is without any engine time, that from before the agent started included.
         """
         session, config = await job.session.describe(), self._config
         self._engine_s = float(session.get("engine_s", 0.0))
         self._engine_failure = config.engine_failure(float(session.get("silent_s", 0.0)), self._engine_s)
-        left_s = deadline + self._engine_s - engine_s - self._clock()
+        left_s = deadline + self._engine_s - self._clock()
         if self._engine_failure or left_s <= 0:
             return None
         # Not in arbitrarily small steps: while the engine works, the time that is left stays the same.
