@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from loopwright.agents import agents, rollout_agents
-from loopwright.core.config import Config
+from loopwright.core.config import Config, Size
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Penalties, rewards
 from loopwright.engines.base import Sampling, engines
@@ -136,6 +136,8 @@ def section(title: str, model: type[Config]) -> str:
 
 def kind(annotation: Any) -> str:
     """A type in the terms of TOML."""
+    if annotation == Size | None:
+        annotation = int
     text = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
     for old, new in (
         ("typing.", ""),

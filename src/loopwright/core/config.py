@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from textwrap import dedent
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, ValidationError
 
 from loopwright.core.errors import did_you_mean
 
@@ -67,6 +67,10 @@ def size_bytes(text: Any) -> Any:
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write for example '512MiB' or '2GiB'")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+Size = Annotated[int, BeforeValidator(size_bytes)]
+"""A number of bytes, in a scenario also as text."""
 
 
 class Config(BaseModel):

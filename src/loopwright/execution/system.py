@@ -4,11 +4,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from loopwright.core.config import Config, size_bytes
+from loopwright.core.config import Config, Size
 from loopwright.core.errors import Problem
 from loopwright.core.registry import Registry
 from loopwright.execution.base import CallExecutor, Executor
@@ -29,7 +29,7 @@ class SystemConfig(Config):
     """How many trials are in flight at a time."""
     retries: int = Field(default=0, ge=0)
     """How often a trial that was lost to the infrastructure is attempted again under its number."""
-    output: int = Field(default=64 * 2**20, ge=4096)
+    output: Size = Field(default=64 * 2**20, ge=4096)
     """How much of each output stream of a trial is kept, for example "64MiB"; the end is always kept."""
     grace_s: float = Field(default=2.0, ge=0)
     """Seconds between SIGTERM and SIGKILL when a process has to end."""
@@ -37,11 +37,6 @@ class SystemConfig(Config):
     """`normal` survives a crash of the process; `full` also of the machine, at the cost of a disk flush per step."""
     shared_cache: str | None = None
     """The file of `cache = "shared"`, relative to the scenario; by default one in the output directory."""
-
-    @field_validator("memory", "output", mode="before", check_fields=False)
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
 
     session: ClassVar[Callable[..., AbstractContextManager[None]]] = nullcontext
     """Surrounds all runs of a scenario, so that they may share connections."""

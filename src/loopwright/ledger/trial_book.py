@@ -1,8 +1,9 @@
 """The trial book: the numbers, budget, ledger and observers of one run."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -153,6 +154,18 @@ class TrialBook:
         """Stop the run early: trials in flight are aborted and no new one starts. Whether the agent's loop ends now."""
         self.stopping = True
         return self._on_stop is not None and self._on_stop() is not False
+
+    async def until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await the work of an agent with its own event loop, cancelled when the run stops."""
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+        self.when_stopped(lambda: loop.call_soon_threadsafe(task.cancel))
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+        finally:
+            self.when_stopped(None)
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:

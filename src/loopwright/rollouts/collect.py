@@ -1,6 +1,5 @@
 """The collect agent: produces and records rollouts, without training."""
 
-import asyncio
 import logging
 import math
 from typing import ClassVar, Literal, Self
@@ -46,25 +45,12 @@ class Collect(Agent):
         if self.env.tasks.held_out():
             log.warning("[run.eval] has no effect here: agent 'collect' evaluates nothing. Trainers use it.")
         try:
-            counts = run(self._collect())
+            run(self.env.book.until_stopped(self._batches()))
         except (PoolDown, ClusterError, ProductionFailed) as error:
             log.error("%s Then continue with `loopwright resume`; no recorded rollout is lost.", sentence(error))
             self.env.book.ledger.set_state("failure", str(error))
             return 1
-        return 0 if counts.get("trained") or self.env.book.stopping else 1
-
-    async def _collect(self) -> dict[str, int]:
-        loop = asyncio.get_running_loop()
-        batches = asyncio.ensure_future(self._batches())
-        self.env.book.when_stopped(lambda: loop.call_soon_threadsafe(batches.cancel))
-        try:
-            await batches
-        except asyncio.CancelledError:
-            if not self.env.book.stopping:
-                raise
-        finally:
-            self.env.book.when_stopped(None)
-        return self.env.buffer.counts()
+        return 0 if self.env.buffer.counts().get("trained") or self.env.book.stopping else 1
 
     async def _batches(self) -> None:
         size = self.config.batch or math.ceil(self.env.concurrency / self.config.group_size)

@@ -87,7 +87,7 @@ class Trainer(Agent, ABC):
         ledger = self.env.book.ledger
         ledger.set_state("failure", None)
         try:
-            run(self._run_until_stopped())
+            run(self.env.book.until_stopped(_Training(self).run()))
         except StorageError:
             raise
         except LoopwrightError as error:
@@ -99,18 +99,6 @@ class Trainer(Agent, ABC):
             ledger.set_state("failure", "".join(traceback.format_exception(error)))
             return 1
         return 0
-
-    async def _run_until_stopped(self) -> None:
-        loop = asyncio.get_running_loop()
-        work = asyncio.ensure_future(_Training(self).run())
-        self.env.book.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not self.env.book.stopping:
-                raise
-        finally:
-            self.env.book.when_stopped(None)
 
 
 def _sampling_problems(where: str, sampling: Sampling, trained: Sampling) -> list[Problem]:

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from loopwright.core.config import size_bytes
+from loopwright.core.config import Size
 from loopwright.core.errors import Problem
 from loopwright.core.runtime import finish_in_thread
 from loopwright.engines.base import PENALTIES, Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
@@ -33,9 +33,9 @@ class TransformersConfig(EngineConfig):
     """Streams that run at a time; more wait."""
     max_context: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; by default the model's limit."""
-    batch_bytes: Annotated[int, BeforeValidator(size_bytes)] = Field(default=2 * 2**30, ge=0)
+    batch_bytes: Size = Field(default=2 * 2**30, ge=0)
     """Memory for the KV cache of running streams, such as "2GiB"; streams that do not fit wait."""
-    prefix_bytes: Annotated[int, BeforeValidator(size_bytes)] = Field(default=2**30, ge=0)
+    prefix_bytes: Size = Field(default=2**30, ge=0)
     """Memory for the KV cache of finished streams (prefix cache), such as "1GiB"; 0 turns it off."""
     seed: int = 0
     """The seed of the random weights of `tiny`."""

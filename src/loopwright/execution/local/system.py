@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from loopwright.core.config import Size
 from loopwright.core.errors import Problem
 from loopwright.execution.devices import visible_devices
 from loopwright.execution.local.executor import LocalExecutor, Slots
@@ -23,7 +24,7 @@ class LocalSystem(SystemConfig):
     gpus: Literal["auto"] | int | tuple[int | str, ...] = Field(default=(), union_mode="left_to_right")
     """The GPUs that trials share: how many, a list of their ids, or "auto" for all of this machine. Each trial in
     flight has `[run.workload] gpus` of them to itself, in `CUDA_VISIBLE_DEVICES` and `ROCR_VISIBLE_DEVICES`."""
-    memory: int | None = Field(default=None, gt=0)
+    memory: Size | None = Field(default=None, gt=0)
     """How much memory each process of a trial may use, for example "2GiB"."""
 
     @field_validator("gpus")

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
+from loopwright.core.config import Size
 from loopwright.core.errors import ClusterError, did_you_mean
 from loopwright.execution.system import SystemConfig
 
@@ -35,7 +36,7 @@ class RayOptions(SystemConfig):
     """CPUs of each trial in flight."""
     gpus: float | None = Field(default=None, ge=0)
     """GPUs of each trial in flight; by default `[run.workload] gpus`."""
-    memory: int | None = Field(default=None, gt=0)
+    memory: Size | None = Field(default=None, gt=0)
     """Memory that each trial in flight reserves, for example "2GiB"."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom resources of each trial in flight, such as `{ "tpu" = 1 }`."""
@@ -44,15 +45,10 @@ class RayOptions(SystemConfig):
     files: Literal["auto", "shared", "copy"] = "auto"
     """How a trial's directory gets to its node and back: `shared` by a common file system, `copy` over the network,
     `auto` by what the node sees."""
-    artifacts: int = Field(default=256 * 2**20, ge=0)
+    artifacts: Size = Field(default=256 * 2**20, ge=0)
     """How much a trial's directory may contain that is copied in one direction, for example "256MiB"."""
     wait_s: float = Field(default=60.0, ge=0)
     """How long to wait for a node that is large enough, which an autoscaler may start."""
-
-    @field_validator("artifacts", mode="before")
-    @classmethod
-    def _artifact_bytes(cls, value: object) -> object:
-        return cls._bytes(value)
 
     @field_validator("runtime_env")
     @classmethod

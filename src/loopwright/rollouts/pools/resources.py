@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
-from loopwright.core.config import Config, size_bytes
+from loopwright.core.config import Config, Size
 from loopwright.core.errors import ClusterError, Problem
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -31,7 +31,7 @@ class PlacementConfig(Config):
     """CPUs of each worker."""
     gpus: float = Field(default=0.0, ge=0)
     """GPUs of each worker; a share such as 0.5 puts two workers on one GPU."""
-    memory: int | None = Field(default=None, gt=0)
+    memory: Size | None = Field(default=None, gt=0)
     """Memory of each worker, for example "1GiB"."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom resources of each worker, such as `{ tpu = 1 }`."""
@@ -42,11 +42,6 @@ class PlacementConfig(Config):
     """The name of an existing placement group, which has a bundle for each worker; otherwise one is created."""
     start_bundle: int = Field(default=0, ge=0)
     """The first bundle that is used of the existing placement group."""
-
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
 
     @field_validator("resources")
     @classmethod

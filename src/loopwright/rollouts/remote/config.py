@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from loopwright.core.config import FUNCTION, Config, size_bytes
+from loopwright.core.config import FUNCTION, Config, Size
 from loopwright.core.errors import Problem, did_you_mean
 from loopwright.core.imports import import_function
 from loopwright.core.task import Task
@@ -33,17 +33,12 @@ class BoundsConfig(Config):
 
     cpu_s: float | None = Field(default=None, gt=0)
     """Seconds of CPU time."""
-    memory: int | None = Field(default=None, gt=0)
+    memory: Size | None = Field(default=None, gt=0)
     """Memory, for example "2GiB"."""
     processes: int | None = Field(default=None, ge=1)
     """Number of processes and threads at a time."""
-    disk: int | None = Field(default=None, gt=0)
+    disk: Size | None = Field(default=None, gt=0)
     """Disk space, for example "1GiB"."""
-
-    @field_validator("memory", "disk", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
 
     def bounds(self) -> Bounds:
         """The limits as a sandbox takes them."""
@@ -80,7 +75,7 @@ class RemoteConfig(LoopConfig):
     """Directories, relative to the scenario, that are readable in the sandbox, such as the agent's own."""
     bounds: BoundsConfig = BoundsConfig()
     """Limits for the processes of one trial; a sandbox is needed to enforce them."""
-    output: int = Field(default=2**20, ge=4096)
+    output: Size = Field(default=2**20, ge=4096)
     """How much of each output stream is recorded, for example "1MiB"; its end is in the episode's evidence."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds for the agent, the task's tests and the clean-up; the boot (session, image, sandbox) has as many before
@@ -102,11 +97,6 @@ class RemoteConfig(LoopConfig):
     """Seconds that a trial may wait in the trial server's queue, in addition to its deadline."""
     artifacts: tuple[str, ...] = Field(default=(), max_length=100)
     """Patterns of workspace files that the trial server keeps; `*` matches anything, including `/`."""
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
 
     @field_validator("command")
     @classmethod

@@ -11,9 +11,9 @@ from typing import Any, Self
 import orjson
 from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
-from loopwright.core.config import Config, explain, size_bytes
+from loopwright.core.config import Config, Size, explain
 from loopwright.execution.sandbox import SandboxError
 from loopwright.gateway.dialects.base import parse_object
 from loopwright.gateway.gateway import AdvertiseError
@@ -46,17 +46,12 @@ class TrialServerConfig(Config):
     """How many trials run at a time."""
     queue: int = Field(default=1000, ge=1)
     """How many trials may be queued; more are refused until there is space."""
-    body: int = Field(default=8 * 2**20, ge=1024)
+    body: Size = Field(default=8 * 2**20, ge=1024)
     """The largest submission, for example "8MiB"."""
-    artifacts: int = Field(default=16 * 2**20, ge=0)
+    artifacts: Size = Field(default=16 * 2**20, ge=0)
     """Maximum total size of one trial's artifacts, for example "16MiB"."""
     keep_s: float = Field(default=7 * 86400.0, gt=0)
     """Seconds after which a trial that ended is deleted with its result."""
-
-    @field_validator("body", "artifacts", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
 
     @property
     def public(self) -> bool:
