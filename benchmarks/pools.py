@@ -19,7 +19,6 @@ from loopwright.core.trial import Trial
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.execution.ray.connection import RayConnection
 from loopwright.gateway.sessions.session import Session
-from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.build import build_judger_client
@@ -98,7 +97,6 @@ async def produce_beside_crashes(directory: Path) -> tuple[list[Trial], list[Gro
         tasks=TaskMix({"t": [Task(f"t/{n}", ({"role": "user", "content": ""},)) for n in range(1000)]}),
         loop=RayPool(build_fatal_worker, workers=WORKERS, cpus=0.5),
         judger=build_judger_client(parse_judger({"type": "length"}), Path()),
-        buffer=Groups(ledger),
         concurrency=batch * size,
     )
     groups: list[Group] = []

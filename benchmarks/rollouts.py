@@ -25,7 +25,6 @@ from loopwright.gateway.sessions.session import Session
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.rollouts.buffer import Buffer, MemoryBuffer
 from loopwright.rollouts.build import build_judger_client
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers import parse_judger
@@ -101,7 +100,6 @@ async def produce(
         tasks=TaskMix({"t": TASKS}, {"t": 1.0}, 0),
         loop=LocalPool(lambda: worker),
         judger=build_judger_client(parse_judger(judger), HOME),
-        buffer=Groups(ledger),
         produce=ProduceConfig(**how),
         concurrency=batch * GROUP_SIZE,
     )
@@ -160,11 +158,11 @@ def judging_bytes() -> Ratio:
     return Ratio("rollouts: bytes to a judge, 100,000 tokens against 100", long / short, 1.0, detail=detail)
 
 
-def buffer_flat(name: str, small: Buffer, large: Buffer) -> Ratio:
-    """Put and take with a million groups in the buffer, against a thousand, in turns."""
+def buffer_flat(small: Groups, large: Groups) -> Ratio:
+    """Put and take with a million groups in the ledger, against a thousand, in turns."""
     numbers = iter(range(10_000_000, 20_000_000))
 
-    def work(buffer: Buffer) -> None:
+    def work(buffer: Groups) -> None:
         for number in (next(numbers) for _ in range(2000)):
             trial = Trial(number, {"task": "t"}, "", number)
             buffer.open(number, "t", [trial])
@@ -175,17 +173,10 @@ def buffer_flat(name: str, small: Buffer, large: Buffer) -> Ratio:
     best = best_of(10, {"small": partial(work, small), "large": partial(work, large)})
     detail = f"{best['large'] / 2000 * 1e6:.0f} µs each"
     ratio = best["large"] / best["small"]
-    return Ratio(f"rollouts: {name} with 1,000,000 groups against 1,000", ratio, 1.5, detail=detail)
+    return Ratio("rollouts: ledger with 1,000,000 groups against 1,000", ratio, 1.5, detail=detail)
 
 
 def buffers() -> list[Ratio]:
-    def in_memory(count: int) -> MemoryBuffer:
-        memory = MemoryBuffer()
-        for number in range(count):
-            memory.open(number, "t", [])
-            memory.ready(number, 0)
-        return memory
-
     def in_ledger(ledger: Ledger, count: int) -> Groups:
         groups = Groups(ledger)
         with ledger.transaction as connection:
@@ -198,10 +189,7 @@ def buffers() -> list[Ratio]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         sizes = (1_000, 1_000_000)
         ledgers = [Ledger.create(Path(directory) / f"{size}.db") for size in sizes]
-        ratios = [
-            buffer_flat("buffer in memory", *map(in_memory, sizes)),
-            buffer_flat("ledger", *map(in_ledger, ledgers, sizes)),
-        ]
+        ratios = [buffer_flat(*map(in_ledger, ledgers, sizes))]
         for ledger in ledgers:
             ledger.close()
     return ratios
@@ -237,7 +225,6 @@ def expiry() -> list[Ratio]:
             tasks=TaskMix({"t": TASKS}),
             loop=LocalPool(lambda: worker),
             judger=build_judger_client(parse_judger({"type": "length"}), HOME),
-            buffer=Groups(ledger),
             concurrency=batch * 4,
         )
         trained, start_s = 0, asyncio.get_running_loop().time()

@@ -64,9 +64,9 @@ PACKAGES = {
         write_best write_csv write_parquet write_report
     """,
     "loopwright.rollouts": """
-        AgentLoop BatchJudger BatchJudgerConfig Buffer Collect CollectConfig DatasetsTasks DiscardedGroups Episode
+        AgentLoop BatchJudger BatchJudgerConfig Collect CollectConfig DatasetsTasks DiscardedGroups Episode
         EpisodeJudge EvalConfig FunctionJudger Group GroupJudger GroupProducer JsonlTasks JudgeFailed JudgeWorker
-        Judger JudgerClient JudgerConfig JudgerDown LocalPool LoopConfig LoopWorker MemoryBuffer ParquetTasks Payload
+        Judger JudgerClient JudgerConfig JudgerDown LocalPool LoopConfig LoopWorker ParquetTasks Payload
         PolicySource ProduceConfig ProductionFailed Prompt PythonTasks RolloutConfig RolloutEnv RolloutRequest
         SingleTurn SingleTurnConfig Task TaskMix TasksConfig TasksError Verdict build_judger_client build_pool
         guard_judger rollout_env

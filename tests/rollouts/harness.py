@@ -9,7 +9,6 @@ from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.core.trial import Reward
-from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.env import RolloutEnv, SourceRunner
@@ -102,7 +101,6 @@ class World:
             tasks=TaskMix(sources, weights or dict.fromkeys(sources, 1.0), seed, held_out),
             loop=LocalPool(lambda: self.worker),
             judger=self.judge,
-            buffer=Groups(self.ledger),
             produce=ProduceConfig(**produce),
             concurrency=concurrency,
             seed=seed,

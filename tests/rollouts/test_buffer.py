@@ -1,4 +1,4 @@
-"""Both buffers keep one contract: each group is used once, oldest version first, and a crash changes nothing."""
+"""The ledger's groups and a model in memory: each group is used once, oldest version first; a crash changes nothing."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result, Reward, Trial
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
-from loopwright.rollouts.buffer import MemoryBuffer
+from tests.rollouts.memory_buffer import MemoryBuffer
 
 
 @pytest.fixture(params=["memory", "ledger"])

@@ -10,7 +10,6 @@ from loopwright.core.imports import lazy_exports
 from loopwright.core.task import Task
 
 if TYPE_CHECKING:
-    from loopwright.rollouts.buffer import Buffer, MemoryBuffer
     from loopwright.rollouts.build import build_judger_client, build_pool, rollout_env
     from loopwright.rollouts.collect import Collect, CollectConfig
     from loopwright.rollouts.config import RolloutConfig
@@ -44,7 +43,6 @@ __all__ = [
     "AgentLoop",
     "BatchJudger",
     "BatchJudgerConfig",
-    "Buffer",
     "Collect",
     "CollectConfig",
     "DatasetsTasks",
@@ -66,7 +64,6 @@ __all__ = [
     "LocalPool",
     "LoopConfig",
     "LoopWorker",
-    "MemoryBuffer",
     "ParquetTasks",
     "Payload",
     "PolicySource",

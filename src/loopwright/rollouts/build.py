@@ -18,7 +18,6 @@ from loopwright.core.trial import key_of
 from loopwright.engines.base import EngineConfig, engines
 from loopwright.execution.ray.options import RayOptions
 from loopwright.execution.ray.system import RaySystem
-from loopwright.ledger.groups import Groups
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.config import RolloutConfig, distinct, part_name
 from loopwright.rollouts.env import PolicySource, RolloutEnv, SourceRunner
@@ -140,7 +139,6 @@ def rollout_env(
         loop=_LoopBuilder(book, config, engine, gateway, scenario_dir, ray).build(evaluation),
         judger=next(iter(sources.values())).judger,
         sources=sources,
-        buffer=Groups(book.ledger),
         produce=config.produce,
         seed=seed,
         source=PolicySource(

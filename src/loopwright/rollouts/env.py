@@ -14,9 +14,9 @@ from loopwright.core.episode import Attempt, Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Action, JudgedReward, Objectives, Result, Trial, key_of
 from loopwright.engines.base import EngineConfig, Sampling
+from loopwright.ledger.groups import Groups
 from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.rollouts.buffer import Buffer
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
 from loopwright.rollouts.judgers import JudgerDown
@@ -90,7 +90,6 @@ class RolloutEnv:
         tasks: TaskMix,
         loop: Pool,
         judger: EpisodeJudge,
-        buffer: Buffer,
         produce: ProduceConfig | None = None,
         seed: int = 0,
         concurrency: int = 64,
@@ -101,7 +100,7 @@ class RolloutEnv:
         cluster: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """`judger`, `concurrency` and `deadline_s` are for the sources that are not in `sources`."""
-        self.book, self.tasks, self.loop, self.buffer = book, tasks, loop, buffer
+        self.book, self.tasks, self.loop, self.buffer = book, tasks, loop, Groups(book.ledger)
         self.produce = produce or ProduceConfig()
         self.source, self.evaluation = source, evaluation
         self._runners = sources or {}

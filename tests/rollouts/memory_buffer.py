@@ -1,80 +1,14 @@
-"""The replay buffer: groups between production and training, oldest policy version first."""
+"""A model of the groups between production and training, in memory, to compare those in the ledger with."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Protocol
 
 from loopwright.core.trial import Trial
 
 
-class Buffer(Protocol):
-    """What the producer needs of a buffer. `ledger.groups.Groups` is one in the ledger, which survives a crash."""
-
-    @property
-    def waiting(self) -> int:
-        """How many groups are ready."""
-        ...
-
-    def waiting_of(self, sources: Collection[str] | None) -> int:
-        """How many groups of these sources are ready; of all without any."""
-        ...
-
-    def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
-        """Add a group that goes into production; `again` is the expired group whose prompt it attempts again."""
-        ...
-
-    def ready(self, group: int, version: int) -> None:
-        """The group can be trained on; `version` is the oldest policy version that sampled any of it."""
-        ...
-
-    def close(self, group: int, status: str) -> None:
-        """The group is `filtered`, `short` or `failed`, and is not used."""
-        ...
-
-    def take(self, most: int, step: int, sources: Collection[str] | None = None) -> list[int]:
-        """Up to `most` ready groups, of these sources only, oldest version first, for this step of training."""
-        ...
-
-    def expire(self, before: int, sources: Collection[str] | None = None) -> list[int]:
-        """Remove and return the ready groups, of these sources only, whose version is older than `before`."""
-        ...
-
-    def groups_of_step(self, step: int) -> list[int]:
-        """The groups that were taken for this step, trained on or not, to replay it."""
-        ...
-
-    def settle(self, step: int) -> None:
-        """Mark what was taken for this step or an earlier one as trained."""
-        ...
-
-    def restore(self, step: int) -> None:
-        """Training continues after this step: what was taken for later ones is ready again."""
-        ...
-
-    def unfinished(self) -> list[int]:
-        """The groups in production."""
-        ...
-
-    def expired(self) -> list[int]:
-        """The groups that expired and whose prompts were not attempted again yet."""
-        ...
-
-    def draws(self) -> dict[str, int]:
-        """How many prompts were drawn from each source."""
-        ...
-
-    def uses(self) -> dict[str, int]:
-        """How many groups were taken from each source, trained on or not."""
-        ...
-
-    def counts(self) -> dict[str, int]:
-        """The number of groups by status."""
-        ...
-
-
 class MemoryBuffer:
-    """A buffer in memory. There are few versions at a time, so each has its own queue."""
+    """There are few versions at a time, so each has its own queue."""
 
     def __init__(self) -> None:
         self._open: dict[int, None] = {}
