@@ -65,7 +65,7 @@ PACKAGES = {
     """,
     "loopwright.rollouts": """
         AgentLoop BatchJudger BatchJudgerConfig Collect CollectConfig DatasetsTasks DiscardedGroups Episode
-        EpisodeJudge EvalConfig FunctionJudger Group GroupJudger GroupProducer JsonlTasks JudgeFailed JudgeWorker
+        EvalConfig FunctionJudger Group GroupJudger GroupProducer JsonlTasks JudgeFailed JudgeWorker
         Judger JudgerClient JudgerConfig JudgerDown LocalPool LoopConfig LoopWorker ParquetTasks Payload
         PolicySource ProduceConfig ProductionFailed Prompt PythonTasks RolloutConfig RolloutEnv RolloutRequest
         SingleTurn SingleTurnConfig Task TaskMix TasksConfig TasksError Verdict build_judger_client build_pool

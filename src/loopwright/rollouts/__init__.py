@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from loopwright.rollouts.config import RolloutConfig
     from loopwright.rollouts.env import PolicySource, RolloutEnv
     from loopwright.rollouts.evaluation import EvalConfig
-    from loopwright.rollouts.group import DiscardedGroups, EpisodeJudge, Group
+    from loopwright.rollouts.group import DiscardedGroups, Group
     from loopwright.rollouts.judgers.base import (
         BatchJudger,
         BatchJudgerConfig,
@@ -48,7 +48,6 @@ __all__ = [
     "DatasetsTasks",
     "DiscardedGroups",
     "Episode",
-    "EpisodeJudge",
     "EvalConfig",
     "FunctionJudger",
     "Group",

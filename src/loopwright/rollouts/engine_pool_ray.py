@@ -209,10 +209,6 @@ class SharedEngineLoops(Pool):
         return await self._workers.publish(update, timeout_s=timeout_s)
 
     @property
-    def description(self) -> Any:
-        return self._workers.description
-
-    @property
     def in_flight(self) -> int:
         return self._workers.in_flight
 

@@ -18,8 +18,8 @@ from loopwright.ledger.groups import Groups
 from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
-from loopwright.rollouts.judgers import JudgerDown
+from loopwright.rollouts.group import Group, GroupJudging
+from loopwright.rollouts.judgers import JudgerClient, JudgerDown
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import EventLoopBlocked, Pool, PoolDown, SerializationError, WorkerLost
@@ -53,7 +53,7 @@ class PolicySource:
 class SourceRunner:
     """What runs and judges the rollouts of one source of tasks."""
 
-    judger: EpisodeJudge
+    judger: JudgerClient
     slots: asyncio.Semaphore
     """Limits how many are in flight; sources with the same workers share them."""
     concurrency: int
@@ -89,7 +89,7 @@ class RolloutEnv:
         *,
         tasks: TaskMix,
         loop: Pool,
-        judger: EpisodeJudge,
+        judger: JudgerClient,
         produce: ProduceConfig | None = None,
         seed: int = 0,
         concurrency: int = 64,
@@ -315,7 +315,7 @@ class RolloutEnv:
         # A worker may return anything as its task.
         return episode if episode.task == request.task else replace(episode, task=request.task)
 
-    async def _judge(self, trial: Trial, episode: Episode, judge: EpisodeJudge | GroupJudging) -> Episode:
+    async def _judge(self, trial: Trial, episode: Episode, judge: JudgerClient | GroupJudging) -> Episode:
         for waits in count():
             try:
                 return episode.judged(await judge.judge(episode))

@@ -5,41 +5,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Protocol
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault
 from loopwright.core.trial import Action, Reward, Trial
-from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.judgers.judger_client import JudgerClient
 from loopwright.rollouts.tasks.mix import Prompt
 
 _MAX_TRIALS, MAX_TRIALS_IF_SHORT = 3, 10
 """How many trials a group may use, as multiples of its size."""
-
-
-class EpisodeJudge(Protocol):
-    """What scores episodes; a JudgerClient is one."""
-
-    @property
-    def compares(self) -> bool:
-        """Whether it judges whole groups."""
-        ...
-
-    async def start(self) -> None:
-        """Start its workers."""
-        ...
-
-    async def judge(self, episode: Episode) -> Reward:
-        """The reward of an episode, or JudgeFailed."""
-        ...
-
-    async def judge_group(self, episodes: Sequence[Episode]) -> Sequence[Reward | JudgeFailed]:
-        """A reward or a failure for each episode of a group."""
-        ...
-
-    async def close(self) -> None:
-        """Stop its workers."""
-        ...
 
 
 @dataclass
@@ -137,7 +111,7 @@ class DiscardedGroups:
 class GroupJudging:
     """Collects the episodes of a group until all have arrived, and judges them together."""
 
-    def __init__(self, judger: EpisodeJudge, group: Group) -> None:
+    def __init__(self, judger: JudgerClient, group: Group) -> None:
         self._judger, self._group = judger, group
         self._waiting: list[tuple[Episode, asyncio.Future[Reward]]] = []
         self._task: asyncio.Task[None] | None = None

@@ -19,8 +19,7 @@ from loopwright.core.trial import Reward
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, groups_of
 from loopwright.rollouts.build import build_judger_client
-from loopwright.rollouts.group import EpisodeJudge
-from loopwright.rollouts.judgers import parse_judger
+from loopwright.rollouts.judgers import JudgerClient, parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed, JudgerConfig
 
 _LARGEST = 10
@@ -202,7 +201,7 @@ async def rejudge(ledger: Ledger, config: JudgerConfig, scenario_dir: Path) -> A
         await client.close()
 
 
-async def _judge(client: EpisodeJudge, group: Sequence[Rollout]) -> tuple[list[Change], int]:
+async def _judge(client: JudgerClient, group: Sequence[Rollout]) -> tuple[list[Change], int]:
     rollouts = [rollout for rollout in group if rollout.judgeable]
     verdicts = await client.judge_group([rollout.episode for rollout in rollouts]) if rollouts else []
     changes = [_change(rollout, verdict) for rollout, verdict in zip(rollouts, verdicts, strict=True)]

@@ -88,9 +88,9 @@ class Pool(ABC):
         """Send an update to every worker; their answers."""
 
     @property
-    @abstractmethod
     def description(self) -> Any:
-        """What `describe` of a started worker returned; it is the same for all workers."""
+        """What `describe` of a started worker returned, if it is the same for all workers."""
+        return None
 
     @property
     @abstractmethod

@@ -30,10 +30,6 @@ class NamedPools(Pool):
         return [answer for each in answers for answer in each]
 
     @property
-    def description(self) -> Any:
-        return {name: pool.description for name, pool in self._by_name.items()}
-
-    @property
     def in_flight(self) -> int:
         return sum(pool.in_flight for pool in self._pools)
 

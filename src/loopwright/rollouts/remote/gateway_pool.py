@@ -97,10 +97,6 @@ class GatewayPool(Pool):
         return version
 
     @property
-    def description(self) -> Any:
-        return self._workers.description
-
-    @property
     def in_flight(self) -> int:
         return self._workers.in_flight
 
