@@ -132,6 +132,8 @@ class Range(Parameter):
         return int(self.high) - int(self.low) + 1 if self.dtype == "int" else None
 
     def validate_value(self, value: Any) -> Any:
+        if type(value) is float and self.dtype == "float" and self.low <= value <= self.high:
+            return value or 0.0  # never -0.0
         plain = canonical(value)
         if isinstance(plain, bool) or not isinstance(plain, (int, float)):
             raise InvalidAction(f"{value!r} is not a number")
