@@ -18,6 +18,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.core.trial import Reward
 from loopwright.engines.base import Sampling
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.execution.files import remove
 from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.ledger.ledger import Ledger
@@ -378,6 +379,14 @@ def test_p02_an_image_that_is_built_slowly_takes_no_time_from_the_agent(tmp_path
     episode = run_agent(tmp_path, "time.sleep(15); chat()", deadline_s=30.0)
     assert (episode.outcome, episode.fault) == (Outcome.OK, None)
     assert episode.attempts[-1].phases_s["boot"] >= 20
+
+
+@pytest.mark.slow
+def test_p02_a_slow_engine_takes_no_time_from_the_tests(tmp_path):
+    engine = ScriptedEngine(ScriptedConfig(delay_s=6.0), tmp_path)
+    test = 'sleep 5; echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+    episode = run_with_tests(tmp_path, "chat(sys.argv[1])", test, engine=engine, deadline_s=10.0, verify_s=1.0)
+    assert episode.evidence["verifier"]["rewards"] == {"reward": 1.0}, episode.evidence["verifier"]
 
 
 def test_a01_one_deadline_covers_the_agent_and_the_tests(tmp_path):

@@ -241,6 +241,8 @@ class RemoteRollout:
                     await asyncio.wait({work}, timeout=max(0.0, due - self._clock()))
                     due = None if work.done() else await self._extend(job, deadline - before_s)
             if work.done():
+                if self._context.run_tests:  # the engine's time is not that of the tests, or of the next step
+                    await self._read_engine_time(job)
                 return work.result()
             # End the session before the agent, to see whether the agent or the engine was slow.
             await self._complete(None)
@@ -256,14 +258,19 @@ class RemoteRollout:
 
         `deadline` is without any engine time, that from before the agent started included.
         """
-        session, config = await job.session.describe(), self._config
-        self._engine_s = float(session.get("engine_s", 0.0))
-        self._engine_failure = config.engine_failure(float(session.get("silent_s", 0.0)), self._engine_s)
+        silent_s, config = await self._read_engine_time(job), self._config
+        self._engine_failure = config.engine_failure(silent_s, self._engine_s)
         left_s = deadline + self._engine_s - self._clock()
         if self._engine_failure or left_s <= 0:
             return None
         # Not in arbitrarily small steps: while the engine works, the time that is left stays the same.
         return self._clock() + max(left_s, _POLL_SHARE * config.deadline_s)
+
+    async def _read_engine_time(self, job: AgentJob) -> float:
+        """Update how long the rollout has waited for its engine; returns how long that has been silent."""
+        session = await job.session.describe()
+        self._engine_s = float(session.get("engine_s", 0.0))
+        return float(session.get("silent_s", 0.0))
 
     def _blame(self, exit: AgentExit | None, completed: CompletedSession) -> Blame:
         return assign_blame(exit, completed, self._config.limits(), self._time_limit, self._engine_failure)
