@@ -82,8 +82,9 @@ def test_a06_tasks_that_need_an_image_are_left_out_one_by_one(tmp_path, caplog, 
 
 
 def test_a06_a_run_without_a_usable_task_does_not_start(tmp_path):
+    write(tmp_path / "tasks/broken", toml="not toml")
     write(tmp_path / "tasks/foreign", toml=FOREIGN)
-    with pytest.raises(loopwright.ScenarioError, match=r"no task can be attempted: foreign: .*swebench"):
+    with pytest.raises(loopwright.ScenarioError, match=r"no task can be attempted: broken: .*; foreign: .*swebench"):
         run(tmp_path, "none", 1)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from loopwright.rollouts.judgers.base import JudgerConfig
 from loopwright.rollouts.loops.base import LoopConfig
 from loopwright.rollouts.produce_config import ProduceConfig
 from loopwright.rollouts.tasks.sources import TasksConfig, select_tasks
+
+_SHOWN = 3
+"""How many tasks that cannot be attempted an error names: the first may be a rare case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,9 @@ class SourceSettings:
         tasks, skipped = select_tasks(self.source, scenario_dir, self.loop.refusal)
         if tasks:
             return []
-        (name, reason), count = next(iter(skipped.items())), len(skipped)
-        more = f"; and {count - 1} more" if count > 1 else ""
-        return [Problem(self.key, f"no task can be attempted: {name}: {reason}{more}.")]
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(skipped.items(), _SHOWN))
+        more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
+        return [Problem(self.key, f"no task can be attempted: {reasons}{more}.")]
 
     def _routing_problems(self, scenario_dir: Path) -> list[Problem]:
         """The data sources that the judger has no route for. Tasks are only loaded if there can be any."""
