@@ -18,6 +18,12 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "docker_address" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(600))  # the first one starts the daemon, and may have to make its image
+
+
 @pytest.fixture(scope="session")
 def docker_address():
     """A real Docker daemon, for slow tests."""
