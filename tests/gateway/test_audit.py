@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from loopwright.cli import app
+from loopwright.core.errors import LedgerError
 from loopwright.engines.base import Sampling
 from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
 from loopwright.engines.inprocess.forward import difference
 from loopwright.engines.inprocess.models import tiny
+from loopwright.gateway.audit import gateway_episodes
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.harness import Replier, client_of, user
@@ -101,6 +103,15 @@ def test_captured_turns_pass_the_audit(captured):
     audit = audited(captured / "gw", "--engine", "tiny", "--weights", captured / "weights")
     assert audit.exit_code == 0
     assert "what was captured is what was sampled" in audit.stdout
+
+
+def test_a_store_of_an_older_format_is_not_read(captured, tmp_path):
+    path = changed(captured, tmp_path, "logprobs", lambda logprob: logprob)
+    with closing(sqlite3.connect(path / "gateway.db")) as store:
+        store.execute("PRAGMA user_version = 4")
+    expected = "has format 4, and this Loopwright reads 5. Serve it once, which converts it"
+    with pytest.raises(LedgerError, match=expected), gateway_episodes(path / "gateway.db"):
+        pass
 
 
 def test_turns_without_available_weights_are_skipped_and_counted(captured):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from loopwright.core.episode import ROOT, Episode
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
-from loopwright.gateway.sessions.store import load_nodes
+from loopwright.gateway.sessions.store import check_version, load_nodes
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rollouts
 from loopwright.ledger.sqlite import Transaction, connect_to_read, explained
@@ -124,6 +124,7 @@ def gateway_episodes(path: Path) -> Iterator[EpisodeSource]:
         connection = connect_to_read(path)
     with closing(connection):
         store = Transaction(path, connection)
+        check_version(path, store.rows("PRAGMA user_version")[0][0])
         ids = [id for (id,) in store.rows("SELECT id FROM sessions ORDER BY opened_at")]
 
         def episodes() -> Iterator[tuple[str, Episode]]:

@@ -236,7 +236,7 @@ class RequestHandler:
         retries = headers.get("x-stainless-retry-count", "0")
         is_retry = retries.isdecimal() and int(retries[:9]) > 0
         content: AbstractAsyncContextManager[tuple[dict[str, Any], bytes]]
-        if request.content_length is not None and request.content_length <= LARGE_BYTES:
+        if (size := request.content_length) is not None and size <= LARGE_BYTES:
             content = nullcontext(dialect.bodies.read(await self._read(request, self._config.body_bytes)))
         else:
             content = self._large_body(request, session, dialect)

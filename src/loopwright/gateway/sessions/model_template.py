@@ -156,8 +156,8 @@ class ModelTemplate(ChatTemplate):
             self._window = 0, [], [], ""
         anchor, recent, before, opened = self._window
         if not recent or len(recent) > _MAX_WINDOW or conversation[anchor:stop] != recent:
-            roles = [message.get("role") for message in conversation[first:stop]]
-            anchor = stop - 1 - roles[::-1].index("assistant") if "assistant" in roles else first
+            turns = (at for at in range(stop - 1, first - 1, -1) if conversation[at].get("role") == "assistant")
+            anchor = next(turns, first)
             before = [*self._head[2], *(self._prepare(message) for message in conversation[anchor:stop])]
             opened = self._render(before, context, opens_turn=True)
         window = [*before, *(self._prepare(message) for message in conversation[stop:])]

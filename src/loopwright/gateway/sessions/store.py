@@ -102,8 +102,8 @@ PROBE: Sequence[Statement] = (
 _PAGE_BYTES = 4096
 _PAGES_BYTES = 2**16
 """What a write takes besides its data."""
-_ROW_BYTES, _ID_BYTES = 2**13, 4
-"""About what a row takes in the log: two pages, and for each byte of its token ids as much for logprobs and text."""
+_ROW_BYTES, _ID_BYTES = 2**12, 3
+"""About what a row takes in the log: a page, and for each byte of its token ids as much for logprobs and text."""
 _MAX_QUICK_BYTES = 2**21
 """What the event loop commits at once, at most; it takes about a millisecond."""
 _SLOW_S, _MIN_REST_S, _MAX_REST_S = 0.01, 0.05, 2.0
@@ -128,10 +128,8 @@ class DiskStore:
             if version in _UPGRADES:
                 upgrade = f"{_UPGRADES[version]} PRAGMA user_version = {VERSION};"
                 self._connection.executescript(f"BEGIN IMMEDIATE; {upgrade} COMMIT;")
-            elif version != VERSION:
-                raise LedgerError(
-                    f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
-                )
+            else:
+                check_version(self.path, version)
             quick_connection = connect(self.path, "NORMAL")
             # The event loop does not wait for others that write, such as a user's `sqlite3`.
             quick_connection.executescript("PRAGMA wal_autocheckpoint = 0; PRAGMA busy_timeout = 0;")
@@ -347,6 +345,15 @@ def delete_statements(session: str) -> list[Statement]:
 def truncate_statements(session: str, first: int) -> list[Statement]:
     """Statements that delete the nodes of a session from this number on."""
     return [("DELETE FROM nodes WHERE session = ? AND number >= ?", (session, first))]
+
+
+def check_version(path: Path, version: int) -> None:
+    """LedgerError unless a store has the format that is read here."""
+    if version != VERSION:
+        remedy = "Choose another --output"
+        if version in _UPGRADES:
+            remedy = f"Serve it once, which converts it: loopwright gateway serve --output {path.parent}"
+        raise LedgerError(f"{path} has format {version}, and this Loopwright reads {VERSION}. {remedy}.")
 
 
 # -- nodes as rows ----------------------------------------------------------------------------------------------------
