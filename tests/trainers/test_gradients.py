@@ -364,6 +364,28 @@ def test_p01_each_step_of_a_run_has_the_gradient_of_its_formula(tmp_path, name):
     assert compare(recording) < 1e-6
 
 
+def test_p01_the_numbers_of_a_step_are_those_of_its_trained_tokens(tmp_path):
+    recording = record(tmp_path, {**GRPO, "kl": 0.3}, STALE)  # with `kl`, rollouts without an advantage count, too
+    formulas, initial = Formulas(recording.agent, 1.0), recording.seen[0].weights
+    for step, actual in enumerate(recording.seen, 1):
+        branches = [branch for rollout in recording.rollouts[step] for branch in rollout.branches]
+        with torch.no_grad():
+            outputs = [formulas.tokens(actual.weights, branch) for branch in branches]
+            reference = torch.cat([formulas.tokens(initial, branch)[0] for branch in branches])
+        logprobs = torch.cat([each[0] for each in outputs])
+        drift, away = (logprobs - torch.cat([branch.recorded for branch in branches])).double(), reference - logprobs
+        expected = {
+            "mismatch_kl": (torch.expm1(drift) - drift).mean(),
+            "mismatch_max": drift.abs().max(),
+            "importance": drift.exp().clamp(max=2.0).mean(),
+            "kl": (away.exp() - away - 1).mean(),
+            "entropy": torch.cat([each[1] for each in outputs]).mean(),
+            "tokens": len(drift),
+        }
+        got = {name: recording.numbers[step][name] for name in expected}
+        assert got == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-3, abs=1e-6)
+
+
 def test_p01_lost_rollouts_are_neither_in_the_baseline_nor_in_the_gradient(tmp_path):
     recording = record(tmp_path, {**GRPO, "min_group": 2}, {}, judge="moody")
     assert any(one["fault_rate"] for one in recording.numbers.values())
