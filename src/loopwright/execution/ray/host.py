@@ -58,9 +58,9 @@ class TrialHost(ChannelUser):
             reason = error.strerror or str(error) or "no answer"
             raise ClusterError(f"{node} cannot connect to the driver at {address[0]}:{address[1]}: {reason}") from error
         try:
-            self._reaper.start()
             sees_token = files == "auto" and Path(token).exists()  # noqa: ASYNC240  A local look.
             self._channel.send({"node": node, "shares_files": files == "shared" or sees_token})
+            self._reaper.start()  # while the driver prepares the first trial
             await self._ended
         finally:
             await self._executor.close()
