@@ -91,10 +91,11 @@ class PlainRuns:
 
     def _next(self) -> str | None:
         """The next run to start now, taken off the waiting list; None if all have to wait."""
-        for name in self._impossible():
-            del self._waiting[name]
-            self._skipped.add(name)
-            log.error("run %r was not started: a run that it depends on has failed", name)
+        for name, conditions in list(self._waiting.items()):
+            if any(self._never_holds(other, condition) for other, condition in conditions.items()):
+                del self._waiting[name]
+                self._skipped.add(name)
+                log.error("run %r was not started: a run that it depends on has failed", name)
         active = self._active.values()
         needed = self._needed()
         for name, conditions in self._waiting.items():
@@ -111,16 +112,9 @@ class PlainRuns:
             return self._codes.get(other) == 0
         return other in self._codes or other in self._skipped
 
-    def _impossible(self) -> list[str]:
-        """Waiting runs whose dependencies can no longer hold."""
-        impossible: list[str] = []
-        for name, conditions in self._waiting.items():
-            for other, condition in conditions.items():
-                never_started = other in self._skipped and condition != "after_any"
-                if never_started or (condition == "after_ok" and self._codes.get(other, 0) != 0):
-                    impossible.append(name)
-                    break
-        return impossible
+    def _never_holds(self, other: str, condition: str) -> bool:
+        has_failed = condition == "after_ok" and self._codes.get(other, 0) != 0
+        return has_failed or (other in self._skipped and condition != "after_any")
 
     def _needed(self) -> set[str]:
         """What must run beside the active runs: whatever waits for their start, and what that waits for."""
