@@ -51,7 +51,7 @@ class Columns:
         """Durations, parameters and metrics of a trial; empty where it has none."""
         # The action of a live environment is whatever its space has: only those of rollouts and searches have parts.
         values = [*map(usage.get, _DURATIONS), *(action.get(name) for name in self._task)]
-        values += map(action.get, self._parameters)
+        values += [action.get(name) for name in self._parameters]
         values += map(metrics.get, self.metrics)
         return [_json(value) if isinstance(value, _AS_JSON) else value for value in values]
 
