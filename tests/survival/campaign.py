@@ -13,7 +13,7 @@ from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 
 COMMAND = (str(Path(sys.executable).with_name("loopwright")),)
-_PATIENCE_S = 300.0
+_PATIENCE_S = 900.0
 
 WORK = """#!/bin/sh
 # A child that would outlive its trial, a point that fails, a delay in which to be killed, and a result.

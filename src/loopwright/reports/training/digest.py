@@ -271,9 +271,9 @@ def warnings(digest: TrainingDigest) -> list[str]:
         (digest.empty, "had nothing to learn from"),
     ):
         if numbers:
-            first = ", ".join(map(number, numbers[:10])) + (", …" if len(numbers) > 10 else "")
-            steps = "step" if len(numbers) == 1 else "steps"
-            lines.append(f"{number(len(numbers))} of {number(len(digest.train))} steps {why}: {steps} {first}.")
+            more = f" and {number(len(numbers) - 10)} more" if len(numbers) > 10 else ""
+            some = f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(map(number, numbers[:10]))}{more}"
+            lines.append(f"{number(len(numbers))} of {number(len(digest.train))} steps {why}: {some}.")
     for step in (each for each in digest.evals if each.numbers.get("unreliable")):
         repeat = "; `loopwright resume` repeats it" if step is digest.evals[-1] else ""
         cuts = describe_cuts(step.numbers)
