@@ -8,6 +8,7 @@ from loopwright.ledger.trial_book import TrialBook
 from loopwright.reports.formatting import ends
 from loopwright.reports.objective import Objective
 from loopwright.reports.progress import RunProgress
+from loopwright.reports.search.digest import grouped_failures
 from loopwright.reports.search.headline import describe_difference, gain
 from loopwright.scenario.dispatch import begin, build
 from loopwright.scenario.load import load
@@ -114,3 +115,9 @@ def test_a_confirmation_in_progress_shows_all_objectives(begin, tmp_path):
     run.add({"x": 1}, 20.0, -4.0, phase="confirm")
     progress = RunProgress(TrialBook("r", tmp_path, run.ledger), io.StringIO())
     assert "best mean rps = 15, latency_ms = 3.5 (2 fresh measurements)" in progress.line()
+
+
+def test_reasons_that_differ_in_numbers_only_are_one():
+    reasons = ("no device 3", "no device 0x7f", "out of memory", "no device 3")
+    (group,) = grouped_failures((number, "crashed", "workload", reason) for number, reason in enumerate(reasons, 1))
+    assert group.reasons == (("no device 3", (1, 2, 4)), ("out of memory", (3,)))

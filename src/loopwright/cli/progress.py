@@ -1,7 +1,6 @@
 """Run a scenario with its progress shown or as JSON lines, and print the results."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from loopwright.reports.live.policy import comparison
 from loopwright.reports.objective import Objective
 from loopwright.reports.progress import RunProgress, show_progress
 from loopwright.reports.rollout.digest import read_rollouts, rollout_result
+from loopwright.reports.search.digest import grouped_failures
 from loopwright.reports.search.headline import describe, notes, title
 from loopwright.reports.training.digest import read_training, training_result
 from loopwright.scenario.dispatch import dispatch
@@ -139,8 +139,10 @@ def _search_result(ledger: Ledger, answer: Recommendation | None) -> tuple[dict[
         if policy.means is not None:
             event["static"] = policy.means[1]
     if not counts.get("ok"):
-        reasons = Counter(f"{trial.outcome}: {trial.reason}" for trial in ledger.trials() if trial.reason)
-        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(_MAX_REASONS)]
+        failed = ((t.number, str(t.outcome), "", t.reason) for t in ledger.trials() if t.reason)
+        alike = [(group.outcome, reason) for group in grouped_failures(failed) for reason in group.reasons]
+        for outcome, (reason, numbers) in sorted(alike, key=lambda each: -len(each[1][1]))[:_MAX_REASONS]:
+            lines.append(f"{len(numbers)} × {outcome}: {reason}")
     return event, lines
 
 

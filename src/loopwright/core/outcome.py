@@ -1,5 +1,6 @@
 """How a trial ended, and who caused it when it ended badly."""
 
+import re
 from enum import StrEnum
 
 
@@ -49,3 +50,9 @@ FAULT_OF = {
     Outcome.JUDGE_FAILED: Fault.JUDGE,
 }
 """Who is at fault when nothing more specific is recorded."""
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+def without_numbers(reason: str) -> str:
+    """Equal for failures that are alike: the numbers of processes, lines and trials differ."""
+    return _NUMBER.sub("#", reason)

@@ -1,12 +1,11 @@
 """Failures that are all alike: a run that gives no result to trust ends early and says why."""
 
 import logging
-import re
 
 from pydantic import Field
 
 from loopwright.core.config import Config
-from loopwright.core.outcome import Outcome
+from loopwright.core.outcome import Outcome, without_numbers
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 
@@ -15,7 +14,6 @@ log = logging.getLogger(__name__)
 _DEFAULT = 20
 FAILED = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.METRIC_MISSING)
 """The failures of a point. One that violates a constraint never ran, and one that was lost is not to blame."""
-_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class FailConfig(Config):
@@ -61,7 +59,6 @@ class FailureWatch:
         if trial.outcome is Outcome.OK:
             self._streak, self._has_success = 0, True
         elif trial.outcome in (*FAILED, Outcome.INVALID) and trial.cached_from is None:
-            # Numbers of processes, lines and trials differ where the failure is the same.
-            failure = f"{trial.outcome}: {_NUMBER.sub('#', trial.reason)}"
+            failure = f"{trial.outcome}: {without_numbers(trial.reason)}"
             self._streak = self._streak + 1 if failure == self._last else 1
             self._last = failure

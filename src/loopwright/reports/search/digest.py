@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.core.outcome import Outcome
+from loopwright.core.outcome import Outcome, without_numbers
 from loopwright.core.trial import Regime, Trial, key_of
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import counted, number, short
@@ -281,15 +281,18 @@ def basics(ledger: Ledger) -> dict[str, Any]:
 
 
 def grouped_failures(failed: Iterable[tuple[int, str, str, str]]) -> list[FailureGroup]:
-    """Failed trials (number, outcome, fault, reason) by outcome and reason, the most common first."""
-    groups: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    """Failed trials (number, outcome, fault, reason) by outcome and reason, the most common first.
+
+    Reasons that differ in numbers only are one, with the text of the first.
+    """
+    groups: dict[tuple[str, str], dict[str, tuple[str, list[int]]]] = defaultdict(dict)
     for trial, outcome, fault, reason in failed:
-        groups[outcome, fault][reason].append(trial)
+        groups[outcome, fault].setdefault(without_numbers(reason), (reason, []))[1].append(trial)
     failures = [
         FailureGroup(
             outcome,
             fault,
-            tuple((reason, tuple(numbers)) for reason, numbers in sorted(reasons.items(), key=lambda r: -len(r[1]))),
+            tuple((reason, tuple(numbers)) for reason, numbers in sorted(reasons.values(), key=lambda r: -len(r[1]))),
         )
         for (outcome, fault), reasons in groups.items()
     ]
