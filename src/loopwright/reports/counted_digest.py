@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.search.digest import Digest, FailureGroup, basics, grouped_failures
+from loopwright.reports.search.digest import Digest, FailureGroup, basics, grouped_failures, span_of
 
 Failure = tuple[int, str, str, str]
 """A failed trial: number, outcome, fault, reason."""
@@ -31,14 +31,7 @@ class CountedDigest(Digest):
 
 def counted_basics(ledger: Ledger) -> dict[str, Any]:
     """The fields that every such digest has."""
-    query = "SELECT (SELECT reserved_at FROM trials ORDER BY number LIMIT 1), (SELECT max(finished_at) FROM trials)"
-    return {
-        **basics(ledger),
-        "trials": (),
-        "trouble": "",
-        "counts": ledger.counts(),
-        "span": ledger.transaction.rows(query)[0],
-    }
+    return {**basics(ledger), "trials": (), "trouble": "", "counts": ledger.counts(), "span": span_of(ledger)}
 
 
 def first_failures(ledger: Ledger, condition: str) -> list[Failure]:

@@ -185,7 +185,7 @@ class CommandWorkload(Workload):
         link_into(directory, self.site.scenario_dir, self.config.files)
         if self._setup is not None:
             with storage(directory):
-                link_products(self._setup_directory(job), directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
+                link_products(self._setup_of(job)[0], directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
 
     async def _evaluate(self, job: Job, completion: Completion) -> Result:
         """The result of a command that has ended."""
@@ -222,8 +222,7 @@ class CommandWorkload(Workload):
 
     async def _prepare(self, job: Job, setup: CommandTemplate) -> Result | None:
         """Run the setup if needed, and link its files into the trial's directory; returns its failure."""
-        arguments = {name: job.arguments[name] for name in sorted(setup.names) if name in job.arguments}
-        directory = self._setup_directory(job)
+        directory, arguments = self._setup_of(job)
         key = directory.name
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._setup_failures and not (directory / ".done").exists():
@@ -236,10 +235,11 @@ class CommandWorkload(Workload):
             link_products(directory, job.directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
         return None
 
-    def _setup_directory(self, job: Job) -> Path:
+    def _setup_of(self, job: Job) -> tuple[Path, dict[str, Any]]:
+        """The directory and the arguments of a trial's setup."""
         names = self._setup.names if self._setup is not None else ()
         arguments = {name: job.arguments[name] for name in sorted(names) if name in job.arguments}
-        return self.site.directory / "setup" / key_of(arguments, self._first_fingerprint)[:16]
+        return self.site.directory / "setup" / key_of(arguments, self._first_fingerprint)[:16], arguments
 
     @cached_property
     def _first_fingerprint(self) -> str:

@@ -51,7 +51,21 @@ def check_template(text: str | tuple[str, ...] | None) -> str | tuple[str, ...] 
     return text
 
 
-class MetricConfig(Config):
+class SourceConfig(Config):
+    """What metrics are read from."""
+
+    file: str | None = None
+    """A file that the command writes, relative to the trial's directory; by default its output is read."""
+    stream: Literal["stdout", "stderr"] = "stdout"
+    """Which output is read, without a `file`."""
+    required: bool = True
+    """Whether a trial without such a metric has failed."""
+
+    _check_path = field_validator("file")(check_relative)
+    _check_pointer = field_validator("json_pointer", check_fields=False)(check_pointer)
+
+
+class MetricConfig(SourceConfig):
     """Where to read one metric: by `regex` or `json` in the output or in `file`, or from the `resource` usage."""
 
     regex: str | None = None
@@ -60,17 +74,11 @@ class MetricConfig(Config):
     """A JSON pointer such as `/results/0/gflops` into the output, or into its last line."""
     csv: str | None = None
     """A column of a table in CSV with a header; the last row counts."""
-    file: str | None = None
-    """A file that the command writes, relative to the trial's directory; by default standard output is read."""
-    stream: Literal["stdout", "stderr"] = "stdout"
-    """Which output is read, without a `file`."""
     resource: Literal["wall_s", "user_s", "system_s", "max_rss_bytes"] | None = None
     """A resource that the trial used, instead of its output. `max_rss_bytes` is exact on this machine, and absent on
     a cluster where the kernel cannot tell."""
     group: int = Field(default=1, ge=1)
     """Which group of the pattern is the number."""
-    required: bool = True
-    """Whether a trial without this metric has failed."""
 
     @field_validator("regex")
     @classmethod
@@ -78,9 +86,6 @@ class MetricConfig(Config):
         if check_pattern(pattern) is not None and regex.compile(str(pattern).encode()).groups < 1:
             raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
         return pattern
-
-    _check_path = field_validator("file")(check_relative)
-    _check_pointer = field_validator("json_pointer")(check_pointer)
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -93,7 +98,7 @@ class MetricConfig(Config):
         return self
 
 
-class ReadConfig(Config):
+class ReadConfig(SourceConfig):
     """Several metrics from one source: groups of a pattern, members of a JSON object, or columns in CSV."""
 
     names: tuple[str, ...] = Field(min_length=1)
@@ -104,14 +109,6 @@ class ReadConfig(Config):
     """A JSON pointer to an object with these members."""
     csv: bool = False
     """Whether the names are columns of a table in CSV; the last row counts."""
-    file: str | None = None
-    """A file that the command writes, relative to the trial's directory; by default its output is read."""
-    stream: Literal["stdout", "stderr"] = "stdout"
-    """Which output is read, without a `file`."""
-    required: bool = True
-    """Whether a trial without one of these metrics has failed."""
-
-    _check_pointer = field_validator("json_pointer")(check_pointer)
 
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:

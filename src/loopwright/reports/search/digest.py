@@ -255,11 +255,12 @@ def read_search(ledger: Ledger, history: list[StoredTrial] | None = None) -> Dig
         trouble=trouble,
         policy=comparison(lambda name: _state(ledger, name)),
         evaluations=evaluations,
-        span=_span(ledger),
+        span=span_of(ledger),
     )
 
 
-def _span(ledger: Ledger) -> tuple[float | None, float | None]:
+def span_of(ledger: Ledger) -> tuple[float | None, float | None]:
+    """When the first trial started, and when the last one ended, as far as the ledger can be read."""
     query = "SELECT (SELECT reserved_at FROM trials ORDER BY number LIMIT 1), (SELECT max(finished_at) FROM trials)"
     try:
         first, last = ledger.transaction.rows(query)[0]

@@ -18,10 +18,14 @@ def headline(digest: Digest) -> str:
     if digest.by_regime:
         return f"an action for each of {number(len(digest.best.by_regime))} regimes"
     if len(digest.best.front) == 1:
-        best = digest.best.front[0]
-        objective = digest.objectives[0]
-        return f"{objective.text(best.objectives[0])} ({objective.evidence(best.intervals[0], len(best.trials))})"
+        return reward_text(digest.best.front[0], digest.objectives[0])
     return f"{number(len(digest.best.front))} actions, none better in all objectives" if digest.best.front else "–"
+
+
+def reward_text(candidate: Candidate, objective: Objective) -> str:
+    """The first objective of a candidate, and how sure it is."""
+    evidence = objective.evidence(candidate.intervals[0], len(candidate.trials))
+    return f"{objective.text(candidate.objectives[0])} ({evidence})"
 
 
 def title(candidate: Candidate) -> str:

@@ -11,11 +11,10 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.reports.formatting import assignments, duration, measured, number, short, spread
 from loopwright.reports.live.evaluations import curve_marks
-from loopwright.reports.objective import Objective
 from loopwright.reports.search.charts import COLOURED, DRAWN
 from loopwright.reports.search.curves import curves_svg
 from loopwright.reports.search.digest import Digest
-from loopwright.reports.search.headline import gain, notes
+from loopwright.reports.search.headline import gain, notes, reward_text
 from loopwright.reports.search.insights import failure_rates, important
 from loopwright.selection.recommendation import Candidate
 
@@ -89,12 +88,6 @@ def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
     numbers, objective = set(best.trials), digest.objectives[0]
     rewards = [objective.value(trial.objectives[0]) for trial in digest.ok if trial.number in numbers]
     return min(rewards), max(rewards)
-
-
-def reward_text(candidate: Candidate, objective: Objective) -> str:
-    """The first objective of a candidate, and how sure it is."""
-    evidence = objective.evidence(candidate.intervals[0], len(candidate.trials))
-    return f"{objective.text(candidate.objectives[0])} ({evidence})"
 
 
 def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:

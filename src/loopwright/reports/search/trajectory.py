@@ -49,9 +49,9 @@ class Columns:
 
     def more(self, action: Mapping[str, Any], metrics: Mapping[str, Any], usage: Mapping[str, Any]) -> list[Any]:
         """Durations, parameters and metrics of a trial; empty where it has none."""
+        values = [*map(usage.get, _DURATIONS)]
         # The action of a live environment is whatever its space has: only those of rollouts and searches have parts.
-        values = [*map(usage.get, _DURATIONS), *(action.get(name) for name in self._task)]
-        values += [action.get(name) for name in self._parameters]
+        values += [action.get(name) for name in (*self._task, *self._parameters)]
         values += map(metrics.get, self.metrics)
         return [_json(value) if isinstance(value, _AS_JSON) else value for value in values]
 
