@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.rollouts.pools import actor_host
 from loopwright.rollouts.pools.base import EventLoopBlocked, WorkerLost
-from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing.pools import Probe
 from tests.rollouts.harness import World
 from tests.rollouts.pools.ray_cluster import cluster, pool_of
@@ -139,18 +139,24 @@ def test_l16_an_actor_that_is_blocked_for_ever_ends_long_before_the_engines_dead
     assert [episode.outcome for episode in innocent] == [Outcome.OK] * 2
 
 
-def test_l16_a_loop_cannot_change_what_it_is_judged_by(caplog):
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_l16_a_loop_cannot_change_what_it_is_judged_by(tmp_path, caplog, workers):
     async def main():
-        pool = LocalPool(lambda: worker_of(Changing))
-        await pool.start()
-        episodes = [await pool.call(RolloutRequest(TASK, str(n))) for n in range(2)]
-        await pool.close()
-        return episodes
+        world = World(tmp_path, None, worker=worker_of(Changing), sources={"t": [TASK]}, group_size=2)
+        if workers:
+            world.env.loop = pool_of(workers, partial(worker_of, Changing))
+        async with world:
+            group = world.env.open_group(world.env.tasks.draw(), 2)
+            await world.env.roll_all([group])
+            return world.judge.judged
 
-    for episode in asyncio.run(main()):
+    episodes = asyncio.run(main())
+    assert len(episodes) == 2
+    for episode in episodes:
         assert episode.task == Task("t", ({"role": "user", "content": "1"},), label="1", extra={"points": [1]})
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings == ["Changing.run changes its task; judgers see the original one"]
+    assert [text.partition(": ")[2] for text in warnings] == ["its loop changes the task; judgers see the original one"]
 
 
 STUBBORN = """

@@ -113,7 +113,7 @@ class RolloutEnv:
         self.wait_for_judger = False
         """Whether rollouts wait for a judger that is down until it is back, instead of failing after a while."""
         self._seed, self._cluster = seed, cluster
-        self._warned_timeout = False
+        self._warned_timeout = self._warned_task = False
         self._quiet_until_s = 0.0
         """Until then, a judger that is down has been warned about."""
         ((evaluations,),) = book.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")
@@ -312,8 +312,12 @@ class RolloutEnv:
         if episode.outcome is Outcome.TIMEOUT and not self._warned_timeout:
             self._warned_timeout = True
             log.warning("trial %s: %s; the report counts further ones", request.trial, episode.reason)
-        # A worker may return anything as its task.
-        return episode if episode.task == request.task else replace(episode, task=request.task)
+        if episode.task != request.task:
+            if not self._warned_task:
+                self._warned_task = True
+                log.warning("trial %s: its loop changes the task; judgers see the original one", request.trial)
+            episode = replace(episode, task=request.task)
+        return episode
 
     async def _judge(self, trial: Trial, episode: Episode, judge: JudgerClient | GroupJudging) -> Episode:
         for waits in count():

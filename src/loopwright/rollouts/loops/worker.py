@@ -1,7 +1,6 @@
 """The loop worker: an agent loop with its engine. Failures of a rollout are recorded in its episode."""
 
 import asyncio
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from copy import deepcopy
@@ -20,8 +19,6 @@ from loopwright.gateway.sessions.session import BudgetSpent, Session
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
 from loopwright.rollouts.pools.base import EventLoopBlocked, Worker, contain_failures
 from loopwright.rollouts.pools.steps import BLOCKED_S, WatchedCall, current_call
-
-log = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """How long a loop may go on after its cancellation."""
@@ -55,7 +52,6 @@ class LoopWorker(Worker):
     def __init__(self, loop: AgentLoop | Mapping[str, AgentLoop], engine: Engine) -> None:
         self._loops = loop if isinstance(loop, Mapping) else {"": loop}
         self._engine = engine
-        self._warned = False
 
     @classmethod
     def build(
@@ -78,7 +74,7 @@ class LoopWorker(Worker):
             async with deadline:
                 # A copy, so that what the loop does to its task does not reach the judger.
                 answer = await contain_failures(loop.run(deepcopy(request.task), session))
-            episode = self._checked(answer, request.task, loop)
+            episode = _checked(answer, loop)
         except Exception as error:  # noqa: BLE001  a user's loop may raise anything
             if isinstance(error, EventLoopBlocked) and call.is_stubborn:
                 return session.episode(
@@ -102,20 +98,6 @@ class LoopWorker(Worker):
             return _blocked(request.task, session, call, loop)
         return episode
 
-    def _checked(self, answer: object, task: Task, loop: AgentLoop) -> Episode:
-        """What the loop returned, with the task that it was given, and without a reward."""
-        if not isinstance(answer, Episode):
-            kind = type(answer).__name__
-            raise TypeError(f"{type(loop).__name__}.run returned a {kind} instead of an Episode")
-        if answer.task != task:
-            if not self._warned:
-                self._warned = True
-                log.warning("%s.run changes its task; judgers see the original one", type(loop).__name__)
-            answer = replace(answer, task=task)
-        if answer.reward is not None:  # only judgers give rewards: a loop's own must not survive a fault
-            return replace(answer, reward=None, trainable=False, in_baseline=False)
-        return answer
-
     def describe_calls(self) -> str:
         return " or ".join(dict.fromkeys(f"{type(loop).__name__}.run" for loop in self._loops.values()))
 
@@ -127,6 +109,15 @@ class LoopWorker(Worker):
             closing.push_async_callback(self._engine.close)
             for loop in self._loops.values():
                 closing.push_async_callback(loop.close)
+
+
+def _checked(answer: object, loop: AgentLoop) -> Episode:
+    """What the loop returned, without a reward."""
+    if not isinstance(answer, Episode):
+        raise TypeError(f"{type(loop).__name__}.run returned a {type(answer).__name__} instead of an Episode")
+    if answer.reward is not None:  # only judgers give rewards: a loop's own must not survive a fault
+        return replace(answer, reward=None, trainable=False, in_baseline=False)
+    return answer
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
