@@ -18,8 +18,9 @@ import regex
 from loopwright.core.errors import LaunchError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result, key_of
-from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool
+from loopwright.execution.base import Command, Completion, Executor
 from loopwright.execution.local.process_tree import signal_name
+from loopwright.execution.slots import Slot, Slots
 from loopwright.workloads.base import CommandTemplate, Job, last_lines
 from loopwright.workloads.command_config import ServiceConfig
 
@@ -85,7 +86,7 @@ class Services:
         self,
         configs: Sequence[ServiceConfig],
         executor: Executor,
-        slots: SlotPool,
+        slots: Slots,
         directory: Path,
         prepare: Callable[[Path, Job], None],
     ) -> None:

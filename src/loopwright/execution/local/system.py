@@ -9,8 +9,9 @@ from pydantic import Field, field_validator
 from loopwright.core.config import Size
 from loopwright.core.errors import Problem
 from loopwright.execution.devices import visible_devices
-from loopwright.execution.local.executor import LocalExecutor, Slots
+from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.local.worker_pool import WorkerPool
+from loopwright.execution.slots import Slots
 from loopwright.execution.system import SystemConfig
 
 
