@@ -15,13 +15,10 @@ import pytest
 import loopwright as lw
 from loopwright.core.errors import LedgerError, LoopwrightError
 from loopwright.core.outcome import Outcome
+from tests.api.functions import other, parabola
 from tests.survival.campaign import read_all
 
 SPACE = {"x": lw.uniform(-10.0, 10.0), "shift": [0, 1]}
-
-
-def parabola(x, shift):
-    return {"loss": (x - 3) ** 2 + shift}
 
 
 @pytest.fixture(autouse=True)
@@ -137,10 +134,6 @@ def test_another_space_objective_or_function_is_refused():
         lw.tune(parabola, SPACE, maximize="loss", trials=2, output="out")
     with pytest.raises(LedgerError, match="without a run 'other'"):
         lw.tune(other, SPACE, minimize="loss", trials=2, output="out")
-
-
-def other(x, shift):
-    return {"loss": x + shift}
 
 
 def test_changed_code_or_captured_values_are_refused():
