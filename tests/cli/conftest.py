@@ -1,9 +1,9 @@
 """The command line as a user runs it: a separate process, its exit code and its output."""
 
 import subprocess
-import sys
 
 import pytest
+from tests.command_line import run_verb
 
 SCENARIO = """
 name = "study"
@@ -29,8 +29,7 @@ def loopwright(tmp_path):
     """Runs a verb in an empty directory."""
 
     def loopwright(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "loopwright", *map(str, words)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return run_verb(tmp_path, *words)
 
     return loopwright
 

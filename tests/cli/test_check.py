@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
 from contextlib import closing
+from pathlib import Path
 
 import pytest
-from tests.survival.campaign import COMMAND, SCENARIO, Campaign, wait_for
+from tests.command_line import run_verb
+from tests.survival.campaign import SCENARIO, Campaign, wait_for
 
 TEXT = SCENARIO.format(
     parallel=1,
@@ -22,7 +23,7 @@ TEXT = SCENARIO.format(
 
 
 def call(*words):
-    return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=300)
+    return run_verb(Path.cwd(), *words)
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """`loopwright doctor`: what works here, with the fix for what does not."""
 
 import json
+import os
+import subprocess
+import sys
 
 
 def test_every_line_has_a_state_and_every_bad_line_a_fix(loopwright):
@@ -23,11 +26,12 @@ def test_an_unknown_need_is_a_usage_error(loopwright):
     assert loopwright("doctor", "--need", "slrum").returncode == 2
 
 
-def test_an_engine_without_its_packages_is_a_bad_line(loopwright, tmp_path, monkeypatch):
+def test_an_engine_without_its_packages_is_a_bad_line(tmp_path):
     hide = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *p: None if n == 'torch' else f(n, *p)"
     (tmp_path / "sitecustomize.py").write_text(hide)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = loopwright("doctor", "--json")
+    command = [sys.executable, "-m", "loopwright", "doctor", "--json"]  # a new interpreter
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     findings = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert "loopwright[train]" in findings["engine transformers"]["detail"]
     assert not findings["engine transformers"]["ok"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.export import fill
+from tests.command_line import run_verb
 
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result, Trial
@@ -56,7 +57,7 @@ COMMAND = str(Path(sys.executable).with_name("loopwright"))
 
 
 def call(*arguments, code=0):
-    process = subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=200)
+    process = run_verb(Path.cwd(), *arguments)
     assert process.returncode == code, process.stderr
     return process
 

@@ -3,10 +3,10 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.command_line import run_verb
 
 from loopwright.core.episode import ROOT, Attempt, Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
@@ -66,8 +66,7 @@ slip = 0.001
 
 
 def call(directory: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loopwright", *map(str, words)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    return run_verb(directory, *words)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from tests.command_line import run_verb
 from tests.survival.campaign import read_all
 from tests.trainers.test_curves import scalars
 
@@ -45,8 +46,7 @@ tasks = { type = "python", function = "parts:letters", args = { first = 4, last 
 
 
 def call(directory: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loopwright", *map(str, words)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    return run_verb(directory, *words)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """`type = "module:Class"`: a class in a file beside the scenario, for each family of classes."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.command_line import run_verb
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import ScenarioError
@@ -132,8 +132,7 @@ def study(tmp_path, module):
 
 
 def loopwright(*words: object, cwd: Path) -> str:
-    command = [sys.executable, "-m", "loopwright", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
+    done = run_verb(cwd, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

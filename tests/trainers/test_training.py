@@ -1,10 +1,7 @@
 """Training as a run of a scenario: its output, and how it handles failures."""
 
-import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -18,6 +15,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rollouts
 from loopwright.ledger.steps import steps
 from loopwright.scenario.load import load
+from tests.command_line import run_verb
 
 SCENARIO = """
 name = "letters"
@@ -84,9 +82,7 @@ def write_scenario(directory, *, agent="", sampling="", judge="lower", judger=""
 
 
 def run(directory, *words, verb="run"):
-    command = [sys.executable, "-m", "loopwright", verb, *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, env=environment, timeout=200)
+    return run_verb(directory, verb, *words, OMP_NUM_THREADS="1")
 
 
 def policy_of(directory):
