@@ -350,7 +350,7 @@ class SearchEnv:
         first = next((trial for trial in trials if trial.outcome is not Outcome.OK), trials[0])
         reward = first.reward if len(trials) == 1 else mean_reward([trial.reward for trial in trials])
         outcome = first.outcome or Outcome.ABORTED
-        values = reward.objectives if reward else None
+        values = (reward.value, *reward.more) if reward else None
         stopped_at = None
         if outcome is Outcome.STOPPED:
             stopped_at = self._stopped_at(first)
