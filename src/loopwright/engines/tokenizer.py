@@ -53,6 +53,8 @@ class Tokenizer(Protocol):
 class _TokensAsBytes(ABC):
     """A tokenizer whose tokens are bytes each, so that text is the bytes of all, decoded."""
 
+    _special_ids: frozenset[int]
+
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
@@ -60,7 +62,7 @@ class _TokensAsBytes(ABC):
         texts, start = [""] * len(ids), 0
         decoder = getincrementaldecoder("utf-8")("replace")
         for index, token in enumerate(ids):
-            if self._is_apart(token):
+            if token in self._special_ids:  # shares no character with the token before it
                 texts[start] += decoder.decode(b"", final=True)
                 start = index
             texts[start] += decoder.decode(self.bytes_of(token))
@@ -75,15 +77,12 @@ class _TokensAsBytes(ABC):
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token."""
 
-    @abstractmethod
-    def _is_apart(self, token: int) -> bool:
-        """Whether it shares no character with the token before it."""
-
 
 class ByteTokenizer(_TokensAsBytes):
     """One token per byte, and two that begin and end a message. Exact for any text, and needs no files."""
 
     specials: Mapping[str, int] = {"<|im_start|>": 256, "<|im_end|>": 257}
+    _special_ids = frozenset(specials.values())
     size = 258
     max_token_bytes = 1
 
@@ -95,9 +94,6 @@ class ByteTokenizer(_TokensAsBytes):
 
     def bytes_of(self, token: int) -> bytes:
         return bytes((token,)) if 0 <= token < 256 else self._names.get(token, _REPLACEMENT).encode()
-
-    def _is_apart(self, token: int) -> bool:
-        return not 0 <= token < 256
 
     def hub_json(self) -> str:
         """The content of a `tokenizer.json` with the same ids, for programs that know only such files."""
@@ -181,9 +177,6 @@ class HubTokenizer(_TokensAsBytes):
 
     def bytes_of(self, token: int) -> bytes:
         return self._bytes.get(token, _REPLACEMENT.encode())
-
-    def _is_apart(self, token: int) -> bool:
-        return token in self._special_ids
 
 
 def _max_token_bytes(description: Mapping[str, Any], tokens: Mapping[int, bytes]) -> int | None:

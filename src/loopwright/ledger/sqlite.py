@@ -179,13 +179,8 @@ class Chain:
 
 def link(last: tuple[int, bytes], kind: str, key: int, name: str, values: Any) -> tuple[int, bytes]:
     """The number and the hash of the event after `last`. The values are those that SQLite returns."""
-    data = last[1] + orjson.dumps((kind, key, name, values), _digest)
+    data = last[1] + orjson.dumps((kind, key, name, values), lambda binary: blake2b(binary, digest_size=16).hexdigest())
     return last[0] + 1, blake2b(data, digest_size=16).digest()
-
-
-def _digest(data: bytes) -> str:
-    """Stands for a binary value."""
-    return blake2b(data, digest_size=16).hexdigest()
 
 
 class Transaction:

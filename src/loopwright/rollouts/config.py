@@ -107,14 +107,11 @@ class RolloutConfig(Config):
 
         Loops with equal workers share them, and the engines in them. A pool is called as the first of its loops.
         """
-        pools: dict[str, dict[str, LoopConfig]] = {}
+        pools: dict[str, dict[str, LoopConfig]] = {}  # by what describes their workers
         for name, loop in distinct(self.loop, {n: s.loop for n, s in self.settings(evaluation).items()})[0].items():
-            shared = (pool for pool in pools.values() if _share(loop, *pool.values()))
-            pool = next(shared, None)
-            if pool is None:
-                pool = pools[name] = {}
-            pool[name] = loop
-        return pools
+            workers = name if loop.through_gateway else loop.model_dump_json(include={*PlacementConfig.model_fields})
+            pools.setdefault(workers, {})[name] = loop
+        return {next(iter(loops)): loops for loops in pools.values()}
 
     def resource_requests(
         self, gateway: GatewayHostConfig | None = None, evaluation: EvalConfig | None = None
@@ -172,10 +169,3 @@ def distinct(default: T, values: Mapping[str, T]) -> tuple[dict[str, T], dict[st
 def part_name(part: str, source: str) -> str:
     """What a loop or judger is called in messages: that of a source names it."""
     return f"{part} of {source}" if source else part
-
-
-def _share(loop: LoopConfig, first: LoopConfig, *_: LoopConfig) -> bool:
-    """Whether two loops can run in the same workers."""
-    keys = PlacementConfig.model_fields
-    through_gateway = loop.through_gateway or first.through_gateway
-    return not through_gateway and all(getattr(loop, key) == getattr(first, key) for key in keys)

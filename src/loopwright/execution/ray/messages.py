@@ -78,7 +78,7 @@ def trial_message(key: str, work: Work, last: Work | None = None, package: Packa
 
 def read_trial(message: Mapping[str, Any], blobs: Blobs, last: Work | None) -> tuple[Work, Package | None]:
     """The trial of a message, and its files."""
-    fields = {name: _READERS.get(name, _same)(value) for name, value in message["fields"].items()}
+    fields = {name: _READERS[name](value) if name in _READERS else value for name, value in message["fields"].items()}
     work = replace(last, **fields) if last is not None and "type" not in message else _TYPES[message["type"]](**fields)
     return work, Package(blobs[0], tuple(blobs[1:])) if message["packed"] else None
 
@@ -108,10 +108,6 @@ def _plain(value: object) -> Any:
         case Mapping():
             return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be sent to a Ray node")
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 _ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), check_circular=False)

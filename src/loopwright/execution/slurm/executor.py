@@ -246,10 +246,7 @@ class SlurmExecutor(Executor):
             job.final_s = job.final_s or now_s
         elif info.state == "PENDING" and is_hopeless:
             self._unwanted.add(info.id)
-            self._give_up(job, info)
-
-    def _give_up(self, job: SlurmJob, info: JobInfo) -> None:
-        self._finish(job, LaunchError(f"Slurm never starts job {info.id}: {info.reason}"))
+            self._finish(job, LaunchError(f"Slurm never starts job {info.id}: {info.reason}"))
 
     def _search(self, job: SlurmJob, info: JobInfo | None, now_s: float) -> None:
         """Decide about a job that the queue does not show."""

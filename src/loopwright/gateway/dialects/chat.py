@@ -218,9 +218,11 @@ def _message(message: Mapping[str, Any], index: int) -> Message:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if is_plain and not reasoning and not message.get("tool_calls") and not message.get("function_call"):
         return {"role": role, "content": content}
-    if role == "function" or message.get("function_call"):
-        message = _without_function_call(message)
-        role = message["role"]
+    if role == "function":  # as one with a tool call, of which there is one at a time
+        role, message = "tool", {"tool_call_id": _FUNCTION_ID}
+    elif message.get("function_call"):
+        call = {"id": _FUNCTION_ID, "type": "function", "function": message["function_call"]}
+        message = {**message, "tool_calls": [call]}
     where, role = f"messages.{index}", _ROLES.get(str(role))
     if role is None:
         raise BadRequest(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
@@ -232,13 +234,6 @@ def _message(message: Mapping[str, Any], index: int) -> Message:
     if reasoning and role == "assistant":
         result["reasoning_content"] = fields.text(reasoning, f"{where}.reasoning_content")
     return result
-
-
-def _without_function_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with a `function_call`, or a function's result, as one with a tool call; there is one at a time."""
-    if message.get("role") == "function":
-        return {"role": "tool", "tool_call_id": _FUNCTION_ID, "content": message.get("content")}
-    return {**message, "tool_calls": [{"id": _FUNCTION_ID, "type": "function", "function": message["function_call"]}]}
 
 
 def _content(content: Any, where: str) -> str:

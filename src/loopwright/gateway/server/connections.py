@@ -37,18 +37,16 @@ class GuardedConnection(web.RequestHandler):
             self._timer.cancel()
         self._guard.remove(self)
         call = self._guard.last_calls.pop(self, None)
-        if call is not None and (exc is not None or self._is_reset()):
+        sock = None if self.transport is None else self.transport.get_extra_info("socket")
+        # The client may have closed its end before it had read everything.
+        is_reset = sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        if call is not None and (exc is not None or is_reset):
             call.record_delivery(False)
         super().connection_lost(exc)
 
     def _check(self) -> None:
         if self._request_count == 0:
             self.abort()
-
-    def _is_reset(self) -> bool:
-        """Whether the client's end was closed before it had read everything."""
-        sock = None if self.transport is None else self.transport.get_extra_info("socket")
-        return sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
     @property
     def is_idle(self) -> bool:

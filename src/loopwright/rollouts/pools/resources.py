@@ -51,7 +51,7 @@ class PlacementConfig(Config):
                 raise ValueError(f"{name}: use the key {_KEYS[name]!r}")
             if amount <= 0:
                 raise ValueError(f"{name}: {amount:g} is not greater than zero")
-        return resources
+        return dict(sorted(resources.items()))
 
     def request(self, name: str) -> "ResourceRequest":
         """What the pool of this name needs; it has at least one worker."""

@@ -55,7 +55,11 @@ class VerifiersTasks(EnvironmentTasks):
     def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:
         look_first_in(scenario_dir)
         if _is_taskset(self.env):
-            yield from self._taskset_rows()
+            if self.split == "eval":
+                raise TasksError(f"taskset {self.env!r} has no split; choose its tasks with `args`")
+            taskset = {"env": self.env, "args": self.args, "agent": self.agent}
+            for row in import_module(_TASKSETS).load_taskset(json.dumps(taskset, sort_keys=True)).rows(self.limit):
+                yield {**row, "environment": {**taskset, **row["environment"]}}
             return
         if self.agent:
             raise TasksError(f"`agent` is for tasksets of verifiers.v1; {self.env!r} has a `load_environment`")
@@ -66,13 +70,6 @@ class VerifiersTasks(EnvironmentTasks):
             row = dataset[index]
             place = {"env": self.env, "args": self.args, "split": self.split, "index": index}
             yield {"messages": _messages(row), "label": row.get("answer"), "environment": place}
-
-    def _taskset_rows(self) -> Iterable[Mapping[str, Any]]:
-        if self.split == "eval":
-            raise TasksError(f"taskset {self.env!r} has no split; choose its tasks with `args`")
-        place = {"env": self.env, "args": self.args, "agent": self.agent}
-        for row in import_module(_TASKSETS).load_taskset(json.dumps(place, sort_keys=True)).rows(self.limit):
-            yield {**row, "environment": {**place, **row["environment"]}}
 
 
 def _is_taskset(env: str) -> bool:
