@@ -57,6 +57,8 @@ def where(): return {"inside": float(os.path.samefile(".", os.environ["PLACE"]) 
 def look(): return {"number": int(os.path.basename(os.getcwd())), "size": os.path.getsize("parameters.json")}
 def write(file): open(file, "w").close(); return {}
 def cover(): os.chdir("/"); return {}
+def annotate(): open("parameters.json", "r+").write("#"); return {}
+def link(): os.link("parameters.json", "../linked"); return {}
 def environment(): return {"threads": float(os.environ["THREADS"])}
 def flood(count):
     for _ in range(count): sys.stdout.write("x" * 1_000_000)
@@ -142,10 +144,13 @@ def test_a_value_is_returned(make):
         ("fail", {}, ["parameters.json", "stderr"]),
         ("write", {"file": "model"}, ["model", "parameters.json"]),
         ("cover", {}, ["parameters.json"]),
+        ("annotate", {}, ["parameters.json"]),
+        ("link", {}, ["parameters.json"]),
+        ("thread", {}, ["parameters.json"]),
     ],
 )
 def test_a_directory_without_anything_to_keep_becomes_that_of_the_next_call(make, name, arguments, files):
-    """Given its own directory during each call, only one that printed, wrote or failed keeps it."""
+    """Given its own directory during each call, only one that left something, or a thread that may, keeps it."""
     calls = [make(name, 1, environment={"PLACE": ""}, **arguments)]
     calls += [make("look", number, environment={"PLACE": ""}) for number in (2, 3)]
     calls[2] = replace(calls[2], parameters=b"{}")
@@ -154,8 +159,9 @@ def test_a_directory_without_anything_to_keep_becomes_that_of_the_next_call(make
     first = calls[0].directory
     assert (sorted(path.name for path in first.iterdir()) if first.exists() else None) == files
     if files:
-        assert (first / "parameters.json").read_bytes() == b'{"x": 1}'
-    assert [call.directory.exists() for call in calls[1:]] == [False, False]
+        expected = b'#"x": 1}' if name == "annotate" else b'{"x": 1}'
+        assert (first / "parameters.json").read_bytes() == expected
+    assert [call.directory.exists() for call in calls[1:]] == [name == "thread"] * 2
 
 
 def test_a_directory_that_was_renamed_or_deleted_meanwhile_is_left_alone(make):

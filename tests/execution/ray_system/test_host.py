@@ -31,6 +31,10 @@ from loopwright.execution.ray.transfer import pack
 from loopwright.testing.executors import alive, appears, command, written_pid
 
 LIMIT_BYTES = 1 << 20
+MINE = """
+def work(n): return {"y": n + int(open("size").read())}
+def note(text): open("parameters.json", "r+").write(text); return {}
+"""
 
 
 class Driver:
@@ -117,11 +121,13 @@ def test_a_trial_may_be_sent_as_what_differs_from_the_last_one(tmp_path):
 
 
 def test_c01_a_host_that_shares_no_files_returns_what_a_trial_wrote(tmp_path):
-    """Given packed inputs and modules, a call and a command run in a directory of the node, which is deleted."""
+    """Given packed inputs and modules, a call and a command run in a directory of the node, which is deleted; a call
+    that left nothing sends nothing.
+    """
     (tmp_path / "inputs").mkdir()
     (tmp_path / "inputs/size").write_text("7")
     (tmp_path / "modules").mkdir()
-    (tmp_path / "modules/mine.py").write_text("def work(n):\n    return {'y': n + int(open('size').read())}\n")
+    (tmp_path / "modules/mine.py").write_text(MINE)
     package = Package(pack(tmp_path / "inputs", LIMIT_BYTES), (pack(tmp_path / "modules", LIMIT_BYTES),))
     call = FunctionCall(
         function="mine:work",
@@ -143,6 +149,11 @@ def test_c01_a_host_that_shares_no_files_returns_what_a_trial_wrote(tmp_path):
             answer = await driver.run("2", there, package=package)
             assert answer.value.exit_code == 0
             assert b"made" in answer.files
+            empty = replace(package, directory=pack(tmp_path / "modules", LIMIT_BYTES, suffixes=("none",)))
+            for text, files in (("{", b""), ("#", b"#}")):
+                note = replace(call, function="mine:note", arguments={"text": text})
+                answer = await driver.run(f"note {text}", note, package=empty)
+                assert (answer.error, files in answer.files, bool(answer.files)) == ("", True, bool(files))
         assert not (tmp_path / "trial").exists()
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ import resource
 import sys
 import termios
 import time
-from _thread import allocate_lock
+from _thread import _count, allocate_lock
 from importlib import import_module
 
 TYPE_CHECKING = False
@@ -46,8 +46,8 @@ class CallServer:
         self._reporting = allocate_lock()
         self._streams = sys.stdout, sys.stderr
         self._pipes = _file_id(1), _file_id(2)
-        self._directory = ""
-        """That of the last call."""
+        self._directory, self._parameters = "", b""
+        """Those of the last call."""
 
     def serve(self) -> None:
         """Handle calls until the parent disconnects."""
@@ -109,7 +109,8 @@ class CallServer:
         """Make the trial's directory, and work there."""
         # Creating files is most of the cost of a small call: stdout and stderr are created when something is printed,
         # and a directory without anything to keep becomes that of the next call.
-        if not self._rename_directory(directory):
+        fd = self._rename_directory(directory)
+        if fd < 0:
             try:
                 os.mkdir(directory)  # noqa: PTH102  Path objects cost more than the call.
             except FileExistsError:
@@ -117,35 +118,47 @@ class CallServer:
             except FileNotFoundError:
                 os.makedirs(directory, exist_ok=True)  # noqa: PTH103
             os.chdir(directory)
-        # Without O_TRUNC, after which ext4 writes to the disk at once.
-        fd = os.open("parameters.json", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            # Without O_TRUNC, after which ext4 writes to the disk at once.
+            fd = os.open("parameters.json", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             _write_all(fd, parameters)
             os.ftruncate(fd, len(parameters))
         finally:
             os.close(fd)
-        self._directory = os.getcwd()  # noqa: PTH109
+        self._directory, self._parameters = os.getcwd(), parameters  # noqa: PTH109
 
-    def _rename_directory(self, directory: str) -> bool:
-        """Give the last call's directory to this one. False if it has files to keep, or if it is elsewhere by now."""
-        try:
-            if not self._is_unused():
-                return False
-            os.rename(self._directory, directory)  # noqa: PTH104
-        except OSError:
-            return False
-        return True
+    def _rename_directory(self, directory: str) -> int:
+        """Give the last call's directory to this one, and open its parameters.json. -1 if something in it is to keep,
+        or if it is elsewhere by now.
+        """
+        fd = self._open_unused()
+        if fd >= 0:
+            try:
+                os.rename(self._directory, directory)  # noqa: PTH104
+            except OSError:
+                os.close(fd)
+                return -1
+        return fd
 
     def _leave_directory(self) -> None:
-        if os.getpid() == self._pid and self._is_unused():
+        if os.getpid() == self._pid and self._open_unused() >= 0:
             os.unlink("parameters.json")  # noqa: PTH108
             os.rmdir(self._directory)  # noqa: PTH106
 
-    def _is_unused(self) -> bool:
+    def _open_unused(self) -> int:
+        """The last call's parameters.json, if nothing else was written to the directory, and no thread is left that
+        could; otherwise -1.
+        """
         try:
-            return os.getcwd() == self._directory and os.listdir() == ["parameters.json"]  # noqa: PTH109, PTH208
+            if _count() or os.getcwd() != self._directory or os.listdir() != ["parameters.json"]:  # noqa: PTH109, PTH208
+                return -1
+            fd = os.open("parameters.json", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if os.pread(fd, len(self._parameters) + 1, 0) == self._parameters and os.fstat(fd).st_nlink == 1:
+                return fd
+            os.close(fd)
         except OSError:
-            return False
+            pass
+        return -1
 
     def report(self, step: int, metrics: Any) -> bool:
         """Send the metrics of a step; return whether the trial should stop. A forked process reports nothing."""

@@ -138,7 +138,7 @@ class TrialHost(ChannelUser):
             unpack(package.directory, directory)
             before = stamps(directory)
             value = await self._run(self._moved(work, package, directory, before))
-            if isinstance(work, FunctionCall) and stamps(directory).keys() == {"parameters.json"}:
+            if isinstance(work, FunctionCall) and _has_only_parameters(directory, work.parameters):
                 return HostAnswer(value)  # a call that left nothing needs no directory
             return HostAnswer(value, pack(directory, self._settings.artifact_bytes, before=before))
         finally:
@@ -175,6 +175,11 @@ class TrialHost(ChannelUser):
             if not os.path.exists("/dev/kfd"):  # noqa: PTH110  AMD's runtime would apply both, one after the other.
                 variables["CUDA_VISIBLE_DEVICES"] = devices
         return variables
+
+
+def _has_only_parameters(directory: Path, parameters: bytes) -> bool:
+    file = directory / "parameters.json"
+    return stamps(directory).keys() == {file.name} and file.read_bytes() == parameters
 
 
 def _ignore(handle: str) -> None:
