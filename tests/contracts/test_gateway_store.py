@@ -433,8 +433,7 @@ def test_t05_a_session_is_deleted_also_if_its_client_disconnects():
 # -- turns that failed ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("old", [None, 2, 4])
-def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tmp_path, old):
+def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tmp_path):
     async def body():
         engine = Replier("hello")
         async with serve(engine, output=tmp_path) as gateway:
@@ -446,8 +445,6 @@ def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tm
                     await chat(client, [user("b")])
             before = session.served.describe()["turns"]
             assert [turn["verdict"] for turn in before] == ["exact", "broken"]
-        if old is not None:
-            as_format(old, tmp_path)
         async with serve(Replier("hello"), output=tmp_path) as gateway:
             session = await gateway.open("t")
             assert session.served.describe()["turns"] == before
@@ -455,37 +452,7 @@ def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tm
                 answer = await chat(client, [user("b")], extra_headers={"x-stainless-retry-count": "1"})
                 assert answer.choices[0].message.content == "hello"
             description = session.served.describe()
-            assert [turn["verdict"] for turn in description["turns"]] == ["exact", "exact" if old == 2 else "forked"]
+            assert [turn["verdict"] for turn in description["turns"]] == ["exact", "forked"]
             assert description["trainable"]
 
     run(body)
-
-
-def as_format(version, output):
-    """A store of format 4, where calls had their own table, or 2, where failures and deliveries had no columns."""
-    with closing(sqlite3.connect(output / "gateway.db")) as store, store:
-        store.executescript(
-            """
-            CREATE TABLE calls (
-                session TEXT NOT NULL, node INTEGER NOT NULL, call TEXT NOT NULL, choice INTEGER NOT NULL,
-                digest BLOB NOT NULL, dialect TEXT NOT NULL, sampling TEXT NOT NULL, seed TEXT NOT NULL,
-                begun_at REAL NOT NULL, ended_at REAL, verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER,
-                manner TEXT NOT NULL, failure TEXT, failed_at INTEGER, PRIMARY KEY (session, node)
-            ) STRICT;
-            INSERT INTO calls SELECT session, number, call, choice, digest, dialect, sampling, seed, begun_at, ended_at,
-            verdict, reason, token, manner, failure, failed_at FROM nodes WHERE call IS NOT NULL;
-            """
-        )
-        columns = [name for _, name, *_ in store.execute("PRAGMA table_info(nodes)")]
-        for column in columns[columns.index("call") :]:
-            store.execute(f"ALTER TABLE nodes DROP COLUMN {column}")
-        store.execute(f"PRAGMA user_version = {version}")
-        if version == 4:
-            return
-        store.execute(
-            "UPDATE calls SET verdict = 'broken', reason = failure, token = failed_at WHERE failure IS NOT NULL"
-        )
-        for column in ("failure", "failed_at"):
-            store.execute(f"ALTER TABLE calls DROP COLUMN {column}")
-        store.execute("ALTER TABLE nodes DROP COLUMN is_delivered")
-        store.execute("DROP TABLE objects")

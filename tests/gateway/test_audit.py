@@ -105,11 +105,11 @@ def test_captured_turns_pass_the_audit(captured):
     assert "what was captured is what was sampled" in audit.stdout
 
 
-def test_a_store_of_an_older_format_is_not_read(captured, tmp_path):
+def test_a_store_of_another_format_is_not_read(captured, tmp_path):
     path = changed(captured, tmp_path, "logprobs", lambda logprob: logprob)
     with closing(sqlite3.connect(path / "gateway.db")) as store:
         store.execute("PRAGMA user_version = 4")
-    expected = "has format 4, and this Loopwright reads 5. Serve it once, which converts it"
+    expected = "has format 4, and this Loopwright reads 6. Choose another --output"
     with pytest.raises(LedgerError, match=expected), gateway_episodes(path / "gateway.db"):
         pass
 

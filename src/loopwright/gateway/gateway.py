@@ -353,7 +353,7 @@ class Gateway:
         """Restore sessions from the store. A `check` comes first, so that a stranger cannot make us read a session."""
         if self.store is None:
             return
-        query = "SELECT id, key, terms, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
+        query = "SELECT id, key, config, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
         for id, key, config_json, *row in self.store.rows(query + condition, values):
             if id not in self.sessions:
                 session = self._serve(id, SessionConfig.model_validate_json(config_json), key)

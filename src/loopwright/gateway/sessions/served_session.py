@@ -392,7 +392,7 @@ class ServedSession:
         self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
         self.outcome, self.restored, self._saved_status = Outcome(outcome), self.status == "open", self.status
         query = (
-            "SELECT number, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token, "
+            "SELECT number, call, choice, digest, dialect, sampling, seed, options, ended_at, verdict, reason, token, "
             "failure, failed_at FROM nodes WHERE session = ? AND call IS NOT NULL ORDER BY begun_at, choice"
         )
         rows = store.rows(query, (self.id,))

@@ -12,8 +12,7 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_GENERATED_ID = re.compile(r"s-(?:[0-9a-f]{8})?[0-9a-f]{16}")
-"""The time came later: older stores have ids without it."""
+_GENERATED_ID = re.compile(r"s-[0-9a-f]{24}")
 _RESERVED = {"sessions", "healthz", "metrics", "v1", "ws", "openapi.json", "engines", "weights", "pause", "resume"}
 
 

@@ -29,41 +29,22 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of, packer
 from loopwright.ledger.sqlite import Transaction, connect, explained, lock
 
-VERSION = 5
-_OBJECTS = """
-CREATE TABLE objects (session TEXT NOT NULL, id TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (session, id)) STRICT;
-"""
-_CALL = (
-    "call TEXT, choice INTEGER, digest BLOB, dialect TEXT, sampling TEXT, seed TEXT, begun_at REAL, verdict TEXT, "
-    "reason TEXT, token INTEGER, manner TEXT, ended_at REAL, failure TEXT, failed_at INTEGER"
-)
-"""The columns of a turn: its call, and how it ended. They are in the table of nodes, as every index costs a page."""
-_SCHEMA = f"""
+VERSION = 6
+_SCHEMA = """
 CREATE TABLE sessions (
-    id TEXT PRIMARY KEY, key TEXT NOT NULL, terms TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
+    id TEXT PRIMARY KEY, key TEXT NOT NULL, config TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
     closed_at REAL, outcome TEXT NOT NULL, reason TEXT NOT NULL, snapshot TEXT NOT NULL
 ) STRICT;
 CREATE TABLE nodes (
     session TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER NOT NULL, key TEXT, message TEXT NOT NULL,
     ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans TEXT NOT NULL, finish TEXT,
-    is_delivered INTEGER NOT NULL DEFAULT 1, {_CALL}, PRIMARY KEY (session, number)
+    is_delivered INTEGER NOT NULL DEFAULT 1, call TEXT, choice INTEGER, digest BLOB, dialect TEXT, sampling TEXT,
+    seed TEXT, begun_at REAL, verdict TEXT, reason TEXT, token INTEGER, options TEXT, ended_at REAL, failure TEXT,
+    failed_at INTEGER, PRIMARY KEY (session, number)
 ) STRICT;
-{_OBJECTS}"""
-# Format 2 stored a turn's failure in place of its prompt's verdict, and up to format 4, calls had their own table.
-_FROM_2 = """
-ALTER TABLE calls ADD COLUMN failure TEXT;
-ALTER TABLE calls ADD COLUMN failed_at INTEGER;
-UPDATE calls SET failure = reason, failed_at = token, verdict = 'exact', reason = '', token = NULL
-WHERE verdict = 'broken';
+CREATE TABLE objects (session TEXT NOT NULL, id TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (session, id)) STRICT;
 """
-_FROM_3 = f"ALTER TABLE nodes ADD COLUMN is_delivered INTEGER NOT NULL DEFAULT 1; {_OBJECTS}"
-_CALL_NAMES = ", ".join(column.split()[0] for column in _CALL.split(", "))
-_FROM_4 = "".join(f"ALTER TABLE nodes ADD COLUMN {column};" for column in _CALL.split(", "))
-_FROM_4 += f"""
-UPDATE nodes SET ({_CALL_NAMES}) = (SELECT {_CALL_NAMES} FROM calls WHERE session = nodes.session AND node = number);
-DROP TABLE calls;
-"""
-_UPGRADES = {0: _SCHEMA, 2: _FROM_2 + _FROM_3 + _FROM_4, 3: _FROM_3 + _FROM_4, 4: _FROM_4}
+"""A turn's call, and how it ended, are columns of its node: every table more has an index that costs a page."""
 
 # Each for one row; `_merge` merges several rows into one statement.
 NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?{})"
@@ -125,9 +106,8 @@ class DiskStore:
             self._connection = connect(self.path, "NORMAL")
             self._connection.execute("PRAGMA wal_autocheckpoint = 0")
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-            if version in _UPGRADES:
-                upgrade = f"{_UPGRADES[version]} PRAGMA user_version = {VERSION};"
-                self._connection.executescript(f"BEGIN IMMEDIATE; {upgrade} COMMIT;")
+            if version == 0:
+                self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
             else:
                 check_version(self.path, version)
             quick_connection = connect(self.path, "NORMAL")
@@ -350,10 +330,7 @@ def truncate_statements(session: str, first: int) -> list[Statement]:
 def check_version(path: Path, version: int) -> None:
     """LedgerError unless a store has the format that is read here."""
     if version != VERSION:
-        remedy = "Choose another --output"
-        if version in _UPGRADES:
-            remedy = f"Serve it once, which converts it: loopwright gateway serve --output {path.parent}"
-        raise LedgerError(f"{path} has format {version}, and this Loopwright reads {VERSION}. {remedy}.")
+        raise LedgerError(f"{path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output.")
 
 
 # -- nodes as rows ----------------------------------------------------------------------------------------------------
