@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import loopwright.envs
-from loopwright.core.imports import lazy_exports
+from loopwright.core.imports import import_function, lazy_exports
 
 
 def test_every_exported_name_is_importable():
@@ -22,3 +22,18 @@ def test_importing_the_package_does_not_import_gymnasium():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"module .loopwright\.envs. has no attribute 'Nonsense'"):
         lazy_exports("loopwright.envs")("Nonsense")
+
+
+def test_modules_of_the_same_name_beside_two_scenarios_are_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for place, module in (("a", "twice.py"), ("b", "twice/__init__.py"), ("a/inner", "twice.py")):
+        file = tmp_path / place / module
+        file.parent.mkdir(parents=True)
+        file.write_text(f"import json\ndef place():\n    json.places.append({place!r})\n")
+        (tmp_path / place / "json.py").write_text("")
+    monkeypatch.setattr(sys.modules["json"], "places", places := [], raising=False)
+    for place in ("a", "b", "a", "a/inner"):
+        import_function("twice:place", tmp_path / place)()
+    assert places == ["a", "b", "a", "a/inner"], "and Python's own modules are imported once"
+    first, again = (import_function("twice:place", tmp_path / "b") for _ in range(2))
+    assert first is again

@@ -204,7 +204,4 @@ def test_the_example_in_the_guide_works(tmp_path):
     path = tmp_path / "study.toml"
     path.write_text(scenario)
     loopwright("run", path, "-o", tmp_path / "out", cwd=tmp_path)
-    try:
-        assert load(path).scenario.run[0].rollout.judger.timeout_s == 5
-    finally:
-        sys.modules.pop("my_judge", None)  # other tests have a module of this name
+    assert load(path).scenario.run[0].rollout.judger.timeout_s == 5

@@ -8,6 +8,7 @@ from functools import cache
 from importlib import import_module, invalidate_caches
 from importlib.util import LazyLoader, find_spec, module_from_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,8 @@ _EXTRAS = {
     "tokenizers": "gateway",
 }
 """Packages whose absence is reported as a missing extra."""
+_scenario_places = set[str]()
+"""The directories that `look_first_in` was called with."""
 
 
 def import_function(path: str, directory: Path) -> Callable[..., Any]:
@@ -54,12 +57,21 @@ def import_object(path: str) -> Any:
 
 
 def look_first_in(directory: Path) -> None:
-    """Make this directory the first place where modules are searched."""
+    """Make this directory the first place where modules are searched.
+
+    A module of the same name that another scenario of this process has beside it is not taken for the one in here.
+    """
     place = str(directory.absolute())
     if sys.path[:1] != [place]:
         if place in sys.path:
             sys.path.remove(place)
         sys.path.insert(0, place)
+        for _, name, _ in iter_modules([place]):
+            file = Path(getattr(sys.modules.get(name), "__file__", None) or "/builtin")
+            if str(file.parents[file.name == "__init__.py"]) in _scenario_places - {place}:
+                for known in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
+                    del sys.modules[known]
+        _scenario_places.add(place)
     invalidate_caches()  # a module may have been written a moment ago
 
 
