@@ -44,6 +44,7 @@ EVERYWHERE = {
 }
 """What changes prompt or sampling, and the plain engine of these tests cannot do."""
 NEUTRAL = (None, 0, {}, [])
+FLAGS = ("stream", "return_token_ids", "parallel_tool_calls")
 
 
 class Steerable(Replier):
@@ -79,8 +80,8 @@ def test_t13_neutral_values_pass_and_are_not_named(path):
         async with serve() as gateway:
             session = await gateway.open()
             for value in NEUTRAL:
-                neutral = dict.fromkeys({**EVERYWHERE, **REFUSED[path], "anything": 0}, value)
-                status, ignored, answer = await post(session, path, {**BODIES[path], **neutral})
+                neutral = dict.fromkeys([*EVERYWHERE, *REFUSED[path], *FLAGS, "anything"], value)
+                status, ignored, answer = await post(session, path, {**BODIES[path], **neutral, "top_k": -1})
                 assert (status, ignored) == (200, None), answer
 
     run(main)

@@ -77,7 +77,7 @@ def objects(value: Any, where: str) -> list[Mapping[str, Any]]:
 def optional_flag(body: Mapping[str, Any], name: str) -> bool | None:
     """True or false, or None if it is missing."""
     value = body.get(name)
-    if value is not None and not isinstance(value, bool):
+    if value and not isinstance(value, bool):
         raise BadRequest(f"{name}: expected true or false, got {short_repr(value)}", name)
     return value
 

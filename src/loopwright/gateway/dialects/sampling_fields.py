@@ -20,6 +20,8 @@ _NUMBERS = (
     "repetition_penalty",
 )
 """The numbers of `Sampling` that every dialect has under the same name."""
+_NONE = {"repetition_penalty": 0, "top_k": -1}
+"""What stands for none: 0 as for every other penalty, and what vLLM and SGLang send for all tokens."""
 _MAX_BIAS, _MAX_DIGITS = 100, 9
 _SET_BY_REQUEST = {"messages": (None, []), "tools": (None, []), "add_generation_prompt": (None, True), "self": ()}
 """Arguments of a chat template that are not the client's, and their values that change nothing."""
@@ -47,8 +49,9 @@ def sampling(
     limit = next((name for name in limits if body.get(name) is not None), limits[0])
     names = {**{name: name for name in _NUMBERS}, limit: "max_tokens"}
     values = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
-    if not values.get("repetition_penalty", 1):  # as every penalty, 0 stands for none
-        del values["repetition_penalty"]
+    for name, none in _NONE.items():
+        if name in values and values[name] == none:
+            del values[name]
     for theirs, ours in names.items():
         if isinstance(values.get(ours), bool | str | list | dict):  # some of which pydantic would accept as numbers
             raise BadRequest(f"{theirs}: expected a number, got {short_repr(values[ours])}", theirs)

@@ -66,7 +66,7 @@ _SAMPLING: dict[str, Schema] = {
     "stream": _FLAG,
     "temperature": {"type": ["number", "null"], "minimum": 0},
     "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"type": ["integer", "null"], "minimum": 0},
+    "top_k": {"type": ["integer", "null"], "minimum": -1},
     "min_p": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
     "max_tokens": _COUNT,
 }

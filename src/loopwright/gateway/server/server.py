@@ -84,7 +84,8 @@ class Server:
             config = SessionConfig.model_validate(body)
         except ValidationError as error:
             key, message = next(explain(error, SessionConfig))
-            raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
+            where = f"{key}: " if key else ""
+            raise Refusal(400, "invalid", f"{where}{message}", param=key or None, retry=False) from error
         return json_response((await self._gateway.open(id, config)).as_json())
 
     def _refuse_web_pages(self, request: web.Request) -> None:
