@@ -143,6 +143,28 @@ def test_a_failed_write_is_reported_to_all_that_it_was_written_with(tmp_path):
     run(story)
 
 
+def test_after_a_failed_write_there_must_be_room_for_it(tmp_path):
+    async def story():
+        with opened(tmp_path) as store:
+            sizes, large = [], [given("s", 1, Node(0, user("x" * 100_000), (), ()))]
+            store._allocate = sizes.append
+            for is_refusing in (1, 0):
+                for connection in store.connections:
+                    connection.execute(f"PRAGMA query_only = {is_refusing}")
+                if is_refusing:
+                    for write in (lambda: store.write(large), store.check):
+                        with pytest.raises(StorageError):
+                            await write()
+            await store.check()
+            assert sizes
+            assert sizes[0] > 200_000
+            await store.write(large)
+            await store.check()
+            assert len(sizes) == 1, "it was written"
+
+    run(story)
+
+
 def test_t04_a_write_continues_when_nobody_waits_any_more(tmp_path):
     async def story():
         with opened(tmp_path) as store:

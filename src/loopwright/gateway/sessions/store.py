@@ -252,9 +252,9 @@ class DiskStore:
             except Exception as error:  # noqa: BLE001  raised to those who await the writes
                 failure = error
             if failure is not None or self._failed_bytes:
-                rows = [values for statements, _ in jobs if statements is not PROBE for _, values in statements]
+                rows = [values for statements, _ in jobs for _, values in statements]
                 size = sum(len(value) for values in rows for value in values if isinstance(value, str | bytes))
-                if size or failure is not None:
+                if size:  # or it was a probe, which says nothing about larger writes
                     self._failed_bytes = size if failure is not None else 0
             if () in batches:
                 self._wait_for_checkpoint()
