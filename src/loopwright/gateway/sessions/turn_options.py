@@ -15,15 +15,6 @@ from loopwright.gateway.sessions.tool_calls import Grammar, Tool
 
 _JSON_INSTRUCTION = "Answer with a JSON object and nothing else."
 _SCHEMA_INSTRUCTION = "{form} It has to match this JSON schema:\n{schema}"
-_STORED_NAMES = {
-    "prefill": "given",
-    "prefill_visible": "shown",
-    "instruction": "note",
-    "parse_tool_calls": "calls",
-    "single_tool_call": "single",
-    "chat_template_kwargs": "template",
-}
-"""The store's names for the options, which are part of its file format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +86,14 @@ class TurnOptions:
         """As JSON for the store, without defaults."""
         if self == PLAIN:
             return "{}"
-        changes = [each.name for each in fields(self) if getattr(self, each.name) != getattr(PLAIN, each.name)]
-        return orjson.dumps({_STORED_NAMES[name]: getattr(self, name) for name in changes}).decode()
+        names = [each.name for each in fields(self) if getattr(self, each.name) != getattr(PLAIN, each.name)]
+        return orjson.dumps({name: getattr(self, name) for name in names}).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """What `as_json` wrote."""
         values = orjson.loads(text)
-        return cls(**{field: values[name] for field, name in _STORED_NAMES.items() if name in values})
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
 
 PLAIN = TurnOptions()
