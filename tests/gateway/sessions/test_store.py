@@ -217,7 +217,7 @@ def test_the_log_does_not_grow_without_bound(tmp_path):
             node = Node(0, user("x" * 100_000), (7,) * 1000, (0.0,) * 1000)
             for number in range(600):
                 await store.write([given(f"s{number}", 1, node)] * 3)
-            assert store.path.stat().st_size > 40_000_000
+            assert store.path.stat().st_size > 20_000_000, "checkpoints keep up, also while the disk is slow"
             assert store.path.with_name("gateway.db-wal").stat().st_size < 120_000_000
 
     run(story)
