@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.engines.base import Sampling
+from loopwright.gateway.sessions import graph, template
 from tests.gateway.sessions.harness import END, TASK, TOOLS, run, user
 
 # -- any conversation --------------------------------------------------------------------------------------------
@@ -230,6 +231,26 @@ def test_after_equal_replies_the_longer_conversation_is_found():
         assert engine.calls[3][0][: len(whole)] == whole
 
     run(scenario, "yes", "two", "yes", "three")
+
+
+def test_t15_a_branch_beside_many_others_is_not_compared_with_all_of_each(monkeypatch):
+    count, compared, decoded = 60, [], []
+    monkeypatch.setattr(
+        graph, "common_prefix", lambda one, other: compared.append(1) or template.common_prefix(one, other)
+    )
+
+    async def scenario(session, engine):
+        for number in range(count):  # conversations that differ at their end, and turns that differ
+            await session.turn([user(f"{'x' * 500} {number:04}")])
+            await session.turn([user("same")])
+        decode = engine.tokenizer.decode
+        engine.tokenizer.decode = lambda ids: decoded.append(len(ids := list(ids))) or decode(ids)
+        turn = await session.turn([user("same"), {"role": "assistant", "content": "never said"}, user("go on")])
+        assert session.verdicts[turn.node].kind == "forked"
+
+    run(scenario, *(f"{number:04} {'y' * 500}" for number in range(2 * count)), "done")
+    assert len(compared) < 3 * count, "not with each of those before it"
+    assert sum(decoded) < 20 * count, "only how they start"
 
 
 def test_special_tokens_in_a_users_text_stay_text():

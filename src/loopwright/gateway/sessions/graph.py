@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from loopwright.core.episode import ROOT, Node
 from loopwright.core.task import Message
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
-from loopwright.gateway.sessions.template import ChatTemplate, Continuation, calls_of, text_of
+from loopwright.gateway.sessions.template import ChatTemplate, Continuation, calls_of, common_prefix, text_of
 from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Ids
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
@@ -167,13 +167,18 @@ class Graph:
 
     def _is_echo(self, message: Message, turn: Node) -> bool:
         """Whether an agent sends a turn back as it was sampled, with the stop string, or with text of its own added."""
-        text, raw, shown = text_of(message), self._template.raw_text(turn), str(turn.message["content"]).strip()
+        text, shown = text_of(message).strip(), str(turn.message["content"]).strip()
         if message.get("tool_calls") or not text:
             return False
-        if text.strip() == raw.strip() or self._template.text_added(message, turn):
+        is_shown = bool(shown) and text.startswith(shown)
+        # There may be thousands of turns: to decode all of each would hold the event loop.
+        if not is_shown and not text.startswith(self._template.start_of(turn)):
+            return False
+        raw = self._template.raw_text(turn)
+        if text == raw.strip() or self._template.text_added(message, turn):
             return True
-        rest = text.strip().removeprefix(shown).strip()
-        is_end = bool(rest) and raw.rstrip().endswith(rest) and text.strip().startswith(shown)
+        rest = text.removeprefix(shown).strip()
+        is_end = is_shown and bool(rest) and raw.rstrip().endswith(rest)
         return is_end and raw.rstrip()[: -len(rest)].rstrip().endswith(shown)
 
     def _extend(
@@ -252,7 +257,7 @@ class Graph:
             return node, Verdict()
         verdict = Verdict()
         if siblings := self._children.get(node, ()):
-            shared = max(_common_prefix(rest, self.nodes[sibling].ids) for sibling in siblings)
+            shared = self._shared_with(rest, siblings)
             verdict = Verdict(Exactness.FORKED, "the text differs from what was recorded", start + shared)
         message = {"role": RAW, "content": rest if start else content}
         return self.add(Node(node, copy_message(message), rest, (0.0,) * len(rest))), verdict
@@ -263,8 +268,11 @@ class Graph:
         for number in self._children.get(node, ()):
             child = self.nodes[number]
             is_raw = child.message.get("role") == RAW or (child.finish in ("stop", "length") and node)
-            if is_raw and child.ids and list(child.ids) == ids[start : start + len(child.ids)]:
-                best = number if best is None or len(child.ids) >= len(self.nodes[best].ids) else best
+            end = start + len(child.ids)
+            # The last id first: most differ there, and there may be thousands.
+            if is_raw and start < end <= len(ids) and child.ids[-1] == ids[end - 1]:
+                is_longest = best is None or len(child.ids) >= len(self.nodes[best].ids)
+                best = number if is_longest and child.ids == tuple(ids[start:end]) else best
         return best
 
     def add(self, node: Node, key: Key | None = None) -> int:
@@ -352,15 +360,18 @@ class Graph:
         """The verdict on new messages up to `node`, which branch off after `last` beside these siblings."""
         while (parent := self.nodes[node].parent or 0) != last:
             node = parent
-        shared = max(_common_prefix(self.nodes[node].ids, self.nodes[sibling].ids) for sibling in siblings)
+        shared = self._shared_with(self.nodes[node].ids, siblings)
         return Verdict(Exactness.FORKED, reason, len(self.ids(last)) + shared)
 
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return min(len(one), len(other))
+    def _shared_with(self, ids: Sequence[int], siblings: Sequence[int]) -> int:
+        """With how many of these ids one of the siblings starts, at most."""
+        shared = 0
+        for sibling in siblings:
+            others = self.nodes[sibling].ids
+            # There may be thousands, with long prefixes: only one that may share more is compared.
+            if len(others) > shared < len(ids) and others[shared] == ids[shared]:
+                shared = max(shared, common_prefix(ids, others))
+        return shared
 
 
 # -- messages as agents send them ------------------------------------------------------------------------------------

@@ -20,7 +20,14 @@ from loopwright.core.episode import Node
 from loopwright.core.task import Message
 from loopwright.engines.chat_template import ChatTemplateSource, RenderError, SpecialTokens, unprotected
 from loopwright.engines.tokenizer import Tokenizer
-from loopwright.gateway.sessions.template import ChatTemplate, Continuation, TemplateError, family_of, text_of
+from loopwright.gateway.sessions.template import (
+    ChatTemplate,
+    Continuation,
+    TemplateError,
+    common_prefix,
+    family_of,
+    text_of,
+)
 from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, Grammar, Tool, is_json_object
 from loopwright.gateway.sessions.turn_options import TurnOptions
 from loopwright.gateway.sessions.turn_parser import END_THINK, THINK
@@ -167,7 +174,7 @@ class ModelTemplate(ChatTemplate):
         if not options.instruction:
             self._window = anchor, conversation[anchor:], window, text
         is_opened = text.startswith(opened)
-        at = len(opened) if is_opened else _common_prefix(text, self._render(before, context, opens_turn=False))
+        at = len(opened) if is_opened else common_prefix(text, self._render(before, context, opens_turn=False))
         end_name, raw = self._names.get(turn.ids[-1], ""), self.raw_text(turn)
         if end_name and text.startswith(raw + end_name, at):
             end = self._specials.find(text, self._end_names, at + len(raw))
@@ -203,7 +210,7 @@ class ModelTemplate(ChatTemplate):
         changed = self._open([*window[:index], other, *window[index + 1 :]], context, options)
         if changed == text:
             return None
-        shared = _common_prefix(text[::-1], changed[::-1])
+        shared = common_prefix(text[::-1], changed[::-1])
         return self._specials.find(text, self._end_names, len(text) - shared)
 
     def _continue(
@@ -256,7 +263,7 @@ class ModelTemplate(ChatTemplate):
             part = self._render(messages, context, opens_turn=False)
         except RenderError:
             return 0
-        return len(part) if text.startswith(part) else _common_prefix(text, part)
+        return len(part) if text.startswith(part) else common_prefix(text, part)
 
     def _open(self, messages: list[Message], context: _Context, options: TurnOptions) -> str:
         """The text up to the policy's turn. An instruction is a message of its own, or the end of the last one."""
@@ -300,15 +307,3 @@ def _prepare_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(arguments, str) and is_json_object(arguments):
         arguments = json.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """How many characters two texts start with alike, by halving."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -40,6 +40,8 @@ _HOW = {
     JSON: """To call a function, answer with a JSON object of its name and arguments and nothing else:
 {"name": "…", "arguments": {…}}""",
 }
+_START_IDS = 8
+"""Tokens by which most turns are told apart."""
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 
 
@@ -121,6 +123,11 @@ class ChatTemplate(ABC):
             return self.latest_turn[1]
         sampled = turn.ids[len(turn.ids) - turn.sampled :]
         return self._tokenizer.decode(visible_ids(sampled, self._control_ids))
+
+    def start_of(self, turn: Node) -> str:
+        """How its raw text starts, without white space around it."""
+        ids = visible_ids(turn.ids[len(turn.ids) - turn.sampled :][:_START_IDS], self._control_ids)
+        return self._tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}").strip()
 
     def text_added(self, message: Message, turn: Node) -> str:
         """What an agent has added to a turn that was cut off, or ended by a stop string, when it sends it back."""
@@ -292,3 +299,15 @@ def calls_of(message: Message) -> list[tuple[str, Any]]:
             arguments = json.loads(arguments)
         calls.append((function["name"], arguments))
     return calls
+
+
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements two texts, or two sequences of ids, start with alike, by halving."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
