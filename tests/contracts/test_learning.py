@@ -20,7 +20,7 @@ from loopwright.gateway.sessions.session import Session
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Step, steps
 from loopwright.reports.training.before_after import trained_batches
-from loopwright.reports.training.digest import hacking_signs, read_training, training_result, warnings
+from loopwright.reports.training.digest import always_truncated, hacking_signs, read_training, training_result, warnings
 from loopwright.rollouts.evaluation import EvalConfig, rewards_by_kind
 from loopwright.rollouts.group import Group
 from loopwright.rollouts.judgers.base import Payload
@@ -266,7 +266,7 @@ def test_p05_signs_of_reward_hacking_are_measured_and_warned_about(tmp_path):
     assert numbers["length_reward"] == pytest.approx(1.0)
     assert numbers["control_rate"] == pytest.approx(24 / 76)
     assert numbers["repetition"] > 0.5
-    lines = hacking_signs([Step(1, 0.0, numbers)])
+    lines = hacking_signs([Step(1, 0.0, {}), Step(2, 0.0, numbers)])
     assert len(lines) == 4
     assert lines[0].startswith("Possible reward hacking: 66.7 % of the rollouts were truncated")
     assert "control tokens" in lines[1]
@@ -276,10 +276,10 @@ def test_p05_signs_of_reward_hacking_are_measured_and_warned_about(tmp_path):
 @pytest.mark.parametrize(("first", "is_hacking"), [(0.1, True), (0.9, False)])
 def test_p05_rollouts_that_were_always_cut_off_are_no_sign_of_reward_hacking(first, is_hacking):
     train = [Step(step, 0.0, {"truncation_rate": first if step <= 10 else 0.95}) for step in range(1, 21)]
-    [line] = hacking_signs(train)
-    assert "95 % of the rollouts were truncated" in line
-    assert ("Possible reward hacking" in line) == is_hacking
-    assert ("raise the limits" in line) == (not is_hacking)
+    signs, always = hacking_signs(train), always_truncated(train)
+    assert (len(signs), len(always)) == (is_hacking, not is_hacking)
+    assert "95 % of the rollouts were truncated" in (signs + always)[0]
+    assert is_hacking or "raise the limits" in always[0]
 
 
 def test_p05_a_kind_of_task_that_got_worse_is_named(tmp_path):
@@ -302,10 +302,15 @@ def test_p05_a_kind_of_task_that_got_worse_is_named(tmp_path):
 
 def test_p05_an_evaluation_has_a_reward_for_each_source_and_kind():
     groups = [
-        Group(n, Prompt(source, n, replace(TASK, data_source=kind)), 1, {n: episode_of(TASK, 0).judged(Reward(reward))})
-        for n, (source, kind, reward) in enumerate((("a", "x", 1.0), ("a", "y", 0.0), ("b", "x", 0.5)))
+        Group(
+            n,
+            Prompt(f"eval:{source}", n, replace(TASK, data_source=kind)),
+            1,
+            {n: episode_of(TASK, 0).judged(Reward(reward))},
+        )
+        for n, (source, kind, reward) in enumerate((("a", "x", 1.0), ("a", "y", 0.0), ("b", "b", 0.5)))
     ]
     numbers = rewards_by_kind(groups, seed="0")
     means = {name: value for name, value in numbers.items() if name.endswith("]")}
-    assert means == {"reward[a]": 0.5, "reward[b]": 0.5, "reward[x]": 0.75, "reward[y]": 0.0}
+    assert means == {"reward[a]": 0.5, "reward[b]": 0.5, "reward[x]": 1.0, "reward[y]": 0.0}
     assert rewards_by_kind(groups[:1], seed="0") == {}, "one kind has nothing to say beside the whole"

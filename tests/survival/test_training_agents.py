@@ -2,8 +2,9 @@
 
 import json
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from safetensors.torch import load_file
@@ -65,7 +66,7 @@ def training_record(training: Campaign):
     """The numbers of each training step, and all rollouts.
 
     Checks what must hold whatever agents do: each step counts exactly the tokens that the previous policy sampled in
-    rollouts with a reward. A rollout without others in its group is not trained on.
+    rollouts with a reward. One that is exactly as good as its group is not trained on.
     """
     connection = sqlite3.connect(training.ledger)
     groups = dict(connection.execute("SELECT grp, step FROM groups WHERE status = 'trained'"))
@@ -73,16 +74,16 @@ def training_record(training: Campaign):
     with Ledger.read(training.ledger) as ledger:
         numbers = {step.step: step.numbers for step in steps(ledger, "train")}
         all_rollouts = list(rollouts(ledger))
-    tokens, scored = (
-        Counter[int](),
-        Counter(one.episode.group for one in all_rollouts if one.episode.reward is not None),
-    )
+    tokens, rewards = Counter[int](), defaultdict[int | None, list[float]](list)
+    for one in all_rollouts:
+        if one.episode.reward is not None:
+            rewards[one.episode.group].append(one.episode.reward.value)
     for rollout in all_rollouts:
         episode = rollout.episode
         assert episode.trainable <= (episode.reward is not None and episode.sampled > 0)
         assert (episode.reward is None) == (episode.fault not in (None, Fault.POLICY))
-        if (step := groups.get(episode.group)) is not None and episode.trainable and scored[episode.group] > 1:
-            tokens[step] += episode.sampled
+        if (step := groups.get(episode.group)) is not None and episode.trainable:
+            tokens[step] += episode.sampled * (episode.reward.value != fmean(rewards[episode.group]))
             assert {span.version for node in episode.nodes for span in node.spans} == {step - 1}
     assert {step: row["tokens"] for step, row in numbers.items()} == {step: tokens[step] for step in numbers}
     return numbers, all_rollouts

@@ -184,18 +184,18 @@ def record(
     judge: str = "judge",
 ) -> Recording:
     """Train in this process."""
-    (directory / "letters.py").write_text(LETTERS)
+    (directory / "branching.py").write_text(LETTERS)
     run = {
         "name": "work",
         "agent": {**DEFAULTS, **agent},
         "engine": {"type": "transformers", "model": "tiny", "threads": 1},
         "rollout": {
-            "tasks": {"type": "python", "function": "letters:tasks"},
+            "tasks": {"type": "python", "function": "branching:tasks"},
             "loop": {
-                "type": f"letters:{loop}",
+                "type": f"branching:{loop}",
                 "sampling": {"max_tokens": MAX_TOKENS, "temperature": temperature},
             },
-            "judger": {"type": "python", "function": f"letters:{judge}", "retries": 0},
+            "judger": {"type": "python", "function": f"branching:{judge}", "retries": 0},
             "produce": {"type": "sync", **produce},
         },
     }
@@ -354,8 +354,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_p01_each_step_of_a_run_has_the_gradient_of_its_formula(tmp_path, name):
     agent, produce, temperature = OPTIONS[name]
+    only_advantages = agent["type"] != "ppo" and not {"kl", "entropy"} & agent.keys()
     recording = record(tmp_path, agent, produce, temperature)
     numbers = recording.numbers.values()
+    counted = {
+        step: sum(r.advantage != 0 or not only_advantages for r in each) for step, each in recording.rollouts.items()
+    }
+    assert {step: one["trained_episodes"] for step, one in recording.numbers.items()} == counted, "P05"
     assert any(len(rollout.branches) > 1 for rollouts in recording.rollouts.values() for rollout in rollouts)
     if produce:
         assert any(one["staleness"] for one in numbers)

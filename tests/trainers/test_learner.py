@@ -94,9 +94,12 @@ def test_a_batch_without_signal_leaves_the_policy_unchanged(tmp_path):
     learner.update(samples(), 1)
     before = {name: value.clone() for name, value in learner.policy.trainable().items()}
     numbers = learner.update([replace(sample, advantage=0.0) for sample in samples(seed=2)], 2)
-    assert (numbers["updates"], numbers["skipped"]) == (0.0, 0.0)
+    assert (numbers["updates"], numbers["skipped"], numbers["trained_episodes"], numbers["tokens"]) == (0, 0, 0, 0)
     for name, value in learner.policy.trainable().items():
         assert torch.equal(value, before[name])
+    batch = [replace(sample, advantage=0.0) if sample.episode < 2 else sample for sample in samples(seed=2)]
+    numbers = learner.update(batch, 3)
+    assert (numbers["trained_episodes"], numbers["tokens"]) == (4, sum(sample.tokens for sample in batch[2:]))
 
 
 def test_dropout_is_off_in_training_as_in_sampling(tmp_path):

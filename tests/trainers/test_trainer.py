@@ -3,15 +3,20 @@
 import asyncio
 import time
 from contextlib import closing
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
+from loopwright.core.outcome import OUT_OF_TIME, Outcome
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.steps import steps as ledger_steps
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.pools.base import Worker
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.grpo import GrpoConfig, GrpoTrainer
 from loopwright.trainers.trainer import _Training
-from tests.rollouts.harness import World, episode_of
+from tests.rollouts.harness import World, episode_of, tasks
 
 FINE = {"updates": 1.0, "skipped": 0.0}
 
@@ -61,9 +66,9 @@ class FakeLearner:
     def close(self): ...
 
 
-def training(directory, learner, *, produce=None, **options):
+def training(directory, learner, *, produce=None, worker=None, **options):
     """A training of a few steps, with its worker."""
-    worker, rewards = Pausing(), count()
+    worker, rewards = worker or Pausing(), count()
     world = World(directory, None, worker=worker, verdict=lambda _: next(rewards), group_size=2, **(produce or {}))
     config = GrpoConfig(**{"steps": 3, "prompts_per_step": 2, "group_size": 2, **options})
     training_run = _Training(GrpoTrainer(world.env, config))
@@ -158,3 +163,61 @@ def test_a_resumed_training_continues_after_its_bad_steps(tmp_path):
     second = FakeLearner()
     asyncio.run(body(second))
     assert (first.batches, second.batches) == ([1, 2, 3], [4, 5, 6])
+
+
+class Stored(FakeLearner):
+    """A learner whose weights are the number of its updates."""
+
+    updates = 0
+
+    def update(self, samples, step):
+        self.updates += 1
+        return super().update(samples, step)
+
+    def weights(self):
+        return self.updates
+
+    def write(self, directory):
+        (directory / "weights").write_text(str(self.updates))
+
+    def read(self, directory):
+        self.updates = int((directory / "weights").read_text())
+
+
+class Late(Pausing):
+    """Rollouts of evaluations are cut off, unless it is on time; notes which weights evaluated which task."""
+
+    def __init__(self, *, on_time):
+        super().__init__()
+        self.on_time, self.weights, self.evaluated_with = on_time, None, set()
+
+    async def handle(self, request):
+        if not request.task.id.startswith("h"):
+            return await super().handle(request)
+        self.evaluated_with.add(self.weights)
+        episode = episode_of(request.task, self.version, outcome=Outcome.OK if self.on_time else Outcome.TRUNCATED)
+        return replace(episode, reason="" if self.on_time else f"{OUT_OF_TIME} 5 s; it waited for tools")
+
+    async def apply_update(self, update):
+        self.weights = self.weights if update.weights is None else update.weights
+        return await super().apply_update(update)
+
+
+def test_p02_resume_repeats_unreliable_evaluations_with_the_weights_that_they_had(tmp_path):
+    """As far as these are still there: before training, and in the checkpoints that are kept."""
+
+    async def body(worker, steps):
+        options = {"steps": steps, "checkpoint_every": 2, "keep": 2, "worker": worker}
+        training_run, _ = training(tmp_path, Stored(), produce={"held_out": {"h": tasks(4, "h")}}, **options)
+        training_run.env.evaluation = EvalConfig(tasks=({"type": "jsonl", "path": "h.jsonl"},), every=2)
+        await run_to_end(training_run)
+        with closing(Ledger.read(tmp_path / "ledger.db")) as ledger:
+            evals = {each.step: each.numbers for each in ledger_steps(ledger, "eval")}
+        return [(step, bool(numbers.get("unreliable")), numbers.get("repeats")) for step, numbers in evals.items()]
+
+    first, second = Late(on_time=False), Late(on_time=True)
+    assert asyncio.run(body(first, 6)) == [(step, True, None) for step in (0, 2, 4, 6)]
+    assert first.evaluated_with == {0, 2, 4, 6}
+    fixed = [(0, False, 1), (2, True, None), (4, False, 1), (6, False, 1), (8, False, None)]
+    assert asyncio.run(body(second, 8)) == fixed
+    assert second.evaluated_with == {0, 4, 6, 8}

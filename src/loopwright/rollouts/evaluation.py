@@ -34,7 +34,7 @@ class EvalConfig(Config):
     """The smallest reward with which a task counts as solved."""
     max_cuts: float = Field(default=0.1, ge=0, le=1)
     """The largest share of rollouts that may be lost or cut off by their deadline; with more of them, the evaluation
-    is unreliable, and `loopwright resume` repeats it if it is the last one."""
+    is unreliable, and `loopwright resume` repeats it if its weights are kept."""
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         """What is wrong with this config; checked before anything starts."""
@@ -83,16 +83,17 @@ def rewards_by_kind(groups: Sequence[Group], *, seed: str) -> dict[str, float]:
 
     The names are `reward[KIND]`, `reward[KIND]_low` and `reward[KIND]_high`; `reward[KIND]_tasks` is how many tasks.
     """
+    rewards = {g: [e.reward.value for e in group.episodes.values() if e.reward] for g, group in enumerate(groups)}
+    means = {g: fmean(values) for g, values in rewards.items() if values}
+    sources = {g: groups[g].prompt.source.removeprefix("eval:") for g in means}
+    kinds: dict[str, dict[int, float]] = {}
+    for names in (sources, {g: groups[g].prompt.task.data_source for g in means}):
+        for g, name in names.items() if len({*names.values()}) > 1 else ():
+            # A source and a kind of the same name are one: a task that names no kind has that of its source.
+            kinds.setdefault(name, {})[g] = means[g]
     results: dict[str, float] = {}
-    for field in ("source", "data_source"):
-        means: dict[str, list[float]] = {}
-        for group in groups:
-            rewards = [episode.reward.value for episode in group.episodes.values() if episode.reward is not None]
-            if rewards:
-                kind = group.prompt.source if field == "source" else group.prompt.task.data_source
-                means.setdefault(kind, []).append(fmean(rewards))
-        for kind, values in means.items() if len(means) > 1 else ():
-            bounds = interval(values, f"{seed}:{kind}")
-            results |= {f"reward[{kind}]{end}": value for end, value in zip(("", "_low", "_high"), bounds, strict=True)}
-            results[f"reward[{kind}]_tasks"] = len(values)
+    for kind, values in kinds.items():
+        bounds = interval([*values.values()], f"{seed}:{kind}")
+        results |= {f"reward[{kind}]{end}": value for end, value in zip(("", "_low", "_high"), bounds, strict=True)}
+        results[f"reward[{kind}]_tasks"] = len(values)
     return results

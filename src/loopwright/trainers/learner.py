@@ -120,13 +120,22 @@ class Learner:
         if self.algorithm.critic:
             precomputed = self._normalise(precomputed, own)
         rate = self._rate(step)
-        skipped = 0
+        skipped, trained = 0, dict[int, Sample]()
         for part, scale in parts:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            skipped += not self._step(part, scale, precomputed, metrics)
+            if self._step(part, scale, precomputed, metrics):
+                trained |= {id(sample): sample for sample in part if self._has_signal(sample)}
+            else:
+                skipped += 1
         means = metrics.means(self.team) if parts else {}
-        return {**means, "lr": rate, "skipped": float(skipped), "updates": float(len(parts) - skipped)}
+        counts = {
+            "trained_episodes": len({sample.episode for sample in trained.values()}),
+            "tokens": sum(sample.tokens for sample in trained.values()),
+            "skipped": skipped,
+            "updates": len(parts) - skipped,
+        }
+        return {**means, "lr": rate, **{name: float(count) for name, count in counts.items()}}
 
     # -- one step of the optimizer --------------------------------------------------------------------------------
 

@@ -147,8 +147,9 @@ class _Training:
         if getattr(config, "dynamic_sampling", False):
             produce = produce.model_copy(update={"filter": "equal_rewards"})
         producer = GroupProducer(self.env, produce, group_size=config.group_size, min_group=config.min_size)
-        step = await self._resume(learner)
         try:
+            await self._repeat_evaluations(producer, learner)
+            step = await self._resume(learner)
             await self._publish(producer, learner, step)
             await self._evaluate(step)  # before production starts, which would compete with it
             producer.restore(step)
@@ -199,7 +200,7 @@ class _Training:
         """Train on these groups; returns the metrics of the step."""
         start = time.monotonic()
         samples = self._samples(groups, step)
-        metrics: dict[str, float] = {}
+        metrics = {"trained_episodes": 0.0, "tokens": 0.0}
         if samples:
             metrics = await self._in_thread(learner.update, samples, step)
         if not metrics.get("updates") and not metrics.get("skipped"):
@@ -286,6 +287,18 @@ class _Training:
             log.warning("the evaluation after step %d is unreliable: %s", step, describe_cuts(numbers))
         self._write("eval", Step(step, time.time(), numbers | ({"repeats": repeat} if repeat else {})))
 
+    async def _repeat_evaluations(self, producer: GroupProducer, learner: "RunLearner") -> None:
+        """Repeat unreliable evaluations of an earlier process, as far as there still are weights of their steps."""
+        if self.env.evaluation is None:
+            return
+        for step in [each.step for each in steps(self.env.book.ledger, "eval") if each.numbers.get("unreliable")]:
+            if step and step not in self.checkpoints.steps():
+                continue
+            if step:  # the learner begins with the initial weights
+                await self._in_thread(learner.read, self.checkpoints.find(step))
+            await self._publish(producer, learner, step)
+            await self._evaluate(step, last=step)
+
     def _write(self, kind: Kind, step: Step) -> None:
         self.steps.add(kind, step)
         self.curves.add(step.step, {f"{kind}/{name}": value for name, value in step.numbers.items()})
@@ -343,8 +356,6 @@ def _batch_metrics(
         "reward": mean,
         "reward_std": fmean((reward - mean) ** 2 for reward in rewards) ** 0.5,
         "episodes": float(len(episodes)),
-        "trained_episodes": float(len({sample.episode for sample in samples})),
-        "tokens": float(sum(sample.tokens for sample in samples)),
         "length": fmean(episode.sampled for episode in episodes),
         "turns": fmean(episode.turns for episode in episodes),
         "staleness": fmean(sample.staleness for sample in samples) if samples else 0.0,

@@ -24,8 +24,9 @@ _FEWEST = 6
 _DIGITS = {"kl": 6, "mismatch_kl": 6, "mismatch_max": 4, "importance": 4}
 """Digits kept of sums of logprob differences: their last digits depend on the order of summation."""
 _RECENT = 10
+_TRUNCATED = "truncation_rate"
 _LIMITS = {
-    "truncation_rate": (0.3, "{} of the rollouts were truncated"),
+    _TRUNCATED: (0.3, "{} of the rollouts were truncated"),
     "control_rate": (0.02, "{} of the sampled tokens are control tokens inside a turn"),
     "repetition": (0.5, "{} of the 4-grams within a turn are repetitions"),
     "length_reward": (0.8, "the correlation between length and reward is {}"),
@@ -119,8 +120,7 @@ class TrainingDigest(RolloutDigest):
     @property
     def trained_rollouts(self) -> int:
         """Rollouts that the policy was updated on."""
-        counts = (step.numbers.get("trained_episodes", step.numbers.get("episodes", 0)) for step in self.learned)
-        return int(fsum(counts))
+        return int(fsum(step.numbers.get("trained_episodes", 0) for step in self.learned))
 
     @property
     def train_rewards(self) -> tuple[float, float] | None:
@@ -183,6 +183,12 @@ def bounds(numbers: Mapping[str, Any], name: str) -> str:
     return f"{number(low, 3)} … {number(high, 3)}" if is_number(low) and is_number(high) else "unknown"
 
 
+def _with_bounds(step: Step, name: str, label: str = "") -> str:
+    """A number that an evaluation measured, with its interval and whether to rely on it."""
+    doubt = ", unreliable" if step.numbers.get("unreliable") else ""
+    return f"{number(step.numbers[name], 3)} ({label}{bounds(step.numbers, name)}{doubt})"
+
+
 def passes(digest: TrainingDigest) -> list[str]:
     """`pass@1`, `pass@4` and so on, if they were measured in the first and in the last evaluation."""
     return _measured_names(digest, r"pass@\d+")
@@ -201,15 +207,14 @@ def _measured_names(digest: TrainingDigest, pattern: str) -> list[str]:
 
 def _regressions(digest: TrainingDigest) -> list[str]:
     """A line for each source or kind of task whose intervals before and after do not overlap, downwards."""
-    lines = []
-    for name in kinds(digest) if digest.ends is not None else ():
-        first, last = (step.numbers for step in digest.ends or ())
-        low, high = first.get(f"{name}_low"), last.get(f"{name}_high")
-        is_few = min(step.get(f"{name}_tasks", _FEWEST) for step in (first, last)) < _FEWEST
+    if digest.ends is None:
+        return []
+    (first, last), lines = digest.ends, []
+    for name in kinds(digest):
+        low, high = first.numbers.get(f"{name}_low"), last.numbers.get(f"{name}_high")
+        is_few = min(step.numbers.get(f"{name}_tasks", _FEWEST) for step in (first, last)) < _FEWEST
         if is_number(low) and is_number(high) and high < low and not is_few:
-            change = (
-                f"{number(first[name], 3)} ({bounds(first, name)}) → {number(last[name], 3)} ({bounds(last, name)})"
-            )
+            change = f"{_with_bounds(first, name)} → {_with_bounds(last, name)}"
             lines.append(f"The policy got worse at {name[7:-1]!r}: {change}.")
     return lines
 
@@ -236,14 +241,13 @@ def verdict(digest: TrainingDigest) -> str:
     if digest.ends is not None:
         first, last = digest.ends
         tasks = number(last.numbers.get("tasks"))
-        before = f"{number(first.numbers['reward'], 3)} (95 %: {bounds(first.numbers, 'reward')})"
-        after = f"{number(last.numbers['reward'], 3)} ({bounds(last.numbers, 'reward')})"
         when = "before training" if first.step == 0 else f"after step {number(first.step)}"
+        before, after = _with_bounds(first, "reward", "95 %: "), _with_bounds(last, "reward")
         rewards = f"{before} {when} and {after} after step {number(last.step)}"
         return f"On {tasks} held-out tasks the mean reward was {rewards}: {judgement(digest)}."
     if digest.measured:
         (only,) = digest.measured
-        reward = f"{number(only.numbers['reward'], 3)} (95 %: {bounds(only.numbers, 'reward')})"
+        reward = _with_bounds(only, "reward", "95 %: ")
         return (
             f"On held-out tasks the mean reward was {reward} after step {number(only.step)}; "
             "it has not been measured again yet."
@@ -275,10 +279,11 @@ def warnings(digest: TrainingDigest) -> list[str]:
             some = f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(map(number, numbers[:10]))}{more}"
             lines.append(f"{number(len(numbers))} of {number(len(digest.train))} steps {why}: {some}.")
     for step in (each for each in digest.evals if each.numbers.get("unreliable")):
-        repeat = "; `loopwright resume` repeats it" if step is digest.evals[-1] else ""
+        has_weights = not step.step or (digest.folder / "checkpoints" / f"step-{step.step:06d}").is_dir()
+        repeat = "; `loopwright resume` repeats it" if has_weights else ""
         cuts = describe_cuts(step.numbers)
         lines.append(f"The evaluation after step {number(step.step)} is unreliable: {cuts}{repeat}.")
-    lines += [*_regressions(digest), *hacking_signs(digest.train)]
+    lines += [*_regressions(digest), *always_truncated(digest.train), *hacking_signs(digest.train)]
     for failure in grouped_failures([row for row in digest.failed_evaluations if row[2] != "policy"])[:2]:
         reasons = failure.describe_reasons()
         count = counted(failure.count, "rollout")
@@ -299,10 +304,9 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
     """The result of a training, as one JSON object and as lines of text."""
     lines = [f"{number(digest.last_step)} of {number(digest.planned)} steps. {verdict(digest)}"]
     if digest.ends is not None:
-        first, last = (step.numbers for step in digest.ends)
+        first, last = digest.ends
         lines += [
-            f"{name} {number(first[name], 3)} (95 %: {bounds(first, name)}) → "
-            f"{number(last[name], 3)} ({bounds(last, name)})"
+            f"{name} {_with_bounds(first, name, '95 %: ')} → {_with_bounds(last, name)}"
             for name in (*passes(digest), *kinds(digest))
         ]
     total = digest.rollouts.total
@@ -336,28 +340,34 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
 
 def hacking_signs(train: Sequence[Step]) -> list[str]:
     """A line for each number that is beyond its limit."""
-    lines = []
-    for name, (limit, meaning) in _LIMITS.items():
-        values = _values(name, train[-_RECENT:])
-        mean = fmean(values) if values else 0.0
-        if abs(mean) < limit:
-            continue
-        figures = [percent(figure) if "of the" in meaning else f"{figure:.3g}" for figure in (mean, limit)]
-        line = meaning.format(figures[0])
-        steps = counted(len(values), "step")
-        # The policy did not learn to be cut off if it was from the beginning: then its limits are low.
-        early = _values(name, train[: min(_RECENT, len(train) // 2)])
-        if name == "truncation_rate" and early and fmean(early) >= limit:
-            lines.append(
-                f"{line} (mean of the last {steps}), as in the first steps. If answers should end by themselves, raise "
-                "the limits of the loop, such as `max_tokens`."
-            )
-            continue
-        lines.append(
-            f"Possible reward hacking: {line} (mean of the last {steps}; the limit is {figures[1]}). Read some "
-            "episodes: `loopwright episodes`."
-        )
-    return lines
+    names = [name for name in _LIMITS if name != _TRUNCATED or not always_truncated(train)]
+    return [
+        f"Possible reward hacking: {excess}. Read some episodes: `loopwright episodes`."
+        for excess in (_excess(name, train) for name in names)
+        if excess
+    ]
+
+
+def always_truncated(train: Sequence[Step]) -> list[str]:
+    """A line if rollouts were cut off from the beginning, which the policy cannot have learned."""
+    excess = _excess(_TRUNCATED, train)
+    early = _values(_TRUNCATED, train[: max(1, min(_RECENT, len(train) // 2))])
+    if not excess or not early or fmean(early) < _LIMITS[_TRUNCATED][0]:
+        return []
+    hint = "If answers should end by themselves, raise the limits of the loop, such as `max_tokens`."
+    return [f"As in the first steps, {excess}. {hint}"]
+
+
+def _excess(name: str, train: Sequence[Step]) -> str:
+    """What is beyond its limit in the last steps, if it is."""
+    limit, meaning = _LIMITS[name]
+    values = _values(name, train[-_RECENT:])
+    mean = fmean(values) if values else 0.0
+    if abs(mean) < limit:
+        return ""
+    figures = [percent(figure) if "of the" in meaning else f"{figure:.3g}" for figure in (mean, limit)]
+    steps = counted(len(values), "step")
+    return f"{meaning.format(figures[0])} (mean of the last {steps}; the limit is {figures[1]})"
 
 
 def _values(name: str, train: Sequence[Step]) -> list[float]:

@@ -9,7 +9,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Kind, Step, steps
 from loopwright.reports.formatting import counted, number
 from loopwright.reports.kinds import kind_of
-from loopwright.reports.training.digest import bounds, is_number, value_of
+from loopwright.reports.training.digest import bounds, hacking_signs, is_number, value_of
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
@@ -86,6 +86,8 @@ class TrainingProgress:
             parts += [f"{_CURVES[name]} {number(value, 3)}" for value in self._values("train", name)[-1:]]
         if short := sum(self._values("train", "short")):
             parts.append(counted(int(short), "short group"))
+        if hacking_signs([*self._steps["train"].values()]):
+            parts.append("possible reward hacking")
         return parts
 
     def speed(self) -> list[str]:
