@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -143,6 +144,32 @@ def test_c04_all_jobs_are_followed_by_one_query_per_interval(slurm, tmp_path):
     start_s = time.monotonic()
     assert [done.exit_code for done in asyncio.run(main())] == [0] * 20
     assert executor.queue.queries <= 2 + (time.monotonic() - start_s)
+
+
+@pytest.mark.parametrize(("mode", "handle"), [("per_trial", ""), ("allocation", ""), ("per_trial", "slurm:lw-1:0")])
+def test_s12_a_run_can_be_interrupted_while_slurm_does_not_answer(tmp_path, monkeypatch, mode, handle):
+    """Given a controller that is away, a command ends that waits for its submission, or for news of its adopted job."""
+    for name in ("sbatch", "squeue", "scancel"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text("#!/bin/sh\necho 'Unable to contact slurm controller (connect failure)' >&2\nexit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr("loopwright.execution.slurm.executor._LAG_S", 0.0)
+
+    async def main():
+        executor = SlurmSystem(mode=mode, poll_s=1).executor(tmp_path)
+        running = asyncio.ensure_future(executor.run(replace(command(tmp_path, "true"), handle=handle), ignore))
+        await asyncio.sleep(0.3)
+        running.cancel()
+        async with asyncio.timeout(10):
+            await asyncio.wait([running])
+        assert running.cancelled()
+        await executor.close()
+
+    asyncio.run(main())
+    assert not list(tmp_path.glob("jobs/*.json"))
+    assert not list(tmp_path.glob("jobs/*.requests"))
 
 
 def test_a_live_run_in_an_allocation_is_refused_at_load_time():

@@ -2,6 +2,7 @@
 
 import shlex
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
@@ -74,10 +75,10 @@ class AllocationExecutor(SlurmExecutor):
                     self._request(job, "cancel").touch()
 
     async def _submit(self, batch: list[SlurmJob]) -> None:
-        info = await self._allocate()
+        info = await self._allocate(lambda: not all(job.cancelling or job.ended.done() for job in batch))
         for job in batch:
             job.name, job.index = self._name, uuid.uuid4().int >> 80
-            if job.cancelling:
+            if job.cancelling or info is None:
                 self._finish(job, KILLED)
             elif self._record(job):
                 self._write_spec(job, self._request(job, "json"))
@@ -86,11 +87,11 @@ class AllocationExecutor(SlurmExecutor):
     def _request(self, job: SlurmJob, suffix: str) -> Path:
         return self._directory / f"{job.name}.requests" / f"{job.name}.{job.index}.{suffix}"
 
-    async def _allocate(self) -> JobInfo:
-        """The allocation that runs or waits; otherwise a new one."""
+    async def _allocate(self, is_wanted: Callable[[], bool]) -> JobInfo | None:
+        """The allocation that runs or waits; otherwise a new one. None if it is no longer wanted."""
         name_file = self._directory / "allocation"
         if self._polled_s == 0.0:
-            await self._find("")  # wait for the first answer of the queue
+            await self._find("", is_wanted)  # wait for the first answer of the queue
         name = self._name or (name_file.read_text() if name_file.exists() else "")
         info = self._table.get((name, 0))
         if info is not None and not info.is_final:
@@ -104,8 +105,11 @@ class AllocationExecutor(SlurmExecutor):
         script = _SCRIPT.format(base=base, python=shlex.quote(self._system.python))
         argv = self._system.sbatch(name, self._system.nodes, self._system.gpus or 0, None, ["--exclusive"])
         try:
-            number = await self._take(name, argv, script)
+            number = await self._take(name, argv, script, is_wanted)
         except SubmitError as error:
             raise ClusterError(f"Slurm refuses the allocation: {error}. Check [system].") from error
+        if not number:
+            (self._directory / f"{name}.requests").rmdir()
+            return None
         info = self._table[name, 0] = JobInfo(number, "PENDING")
         return info

@@ -273,19 +273,24 @@ class SlurmExecutor(Executor):
             self._waiting.remove(job)
             self._finish(job, KILLED)
         running = {job: job.info.id for job in jobs if job.info is not None and not job.info.is_final}
-        if not running and not self._unwanted:
+        adopted = {job: f"--name={job.name}" for job in jobs if job.info is None and job.submitted}
+        """Jobs of our predecessor that the queue has not shown yet."""
+        if not running and not adopted and not self._unwanted:
             return
         now_s = time.monotonic()
         if await self.queue.cancel([*running.values(), *self._unwanted]):
             self._asked |= running.keys()
             self._unwanted.clear()
-            self._cannot_cancel_s = None
-            return
+            running = {}
+            if not adopted:
+                self._cannot_cancel_s = None
+                return
         self._next_cancel_s = now_s + self._system.poll_s
         self._cannot_cancel_s = self._cannot_cancel_s or now_s
         if now_s > self._cannot_cancel_s + _LAG_S:
-            log.warning("Slurm does not answer; cancel these jobs yourself: scancel %s", " ".join(running.values()))
-            for job in running:
+            jobs_left = running | adopted
+            log.warning("Slurm does not answer; cancel these jobs yourself: scancel %s", " ".join(jobs_left.values()))
+            for job in jobs_left:
                 self._finish(job, KILLED)
 
     def _fail_all(self, error: BaseException) -> None:
@@ -322,7 +327,7 @@ class SlurmExecutor(Executor):
         argv = self._system.sbatch(name, *batch[0].request, array) if batch else []
 
         def is_wanted() -> bool:
-            for job in [job for job in batch if job.cancelling]:
+            for job in [job for job in batch if job.cancelling or job.ended.done()]:
                 batch.remove(job)
                 self._path(job, "json").unlink(missing_ok=True)  # its index of the array ends at once
                 self._finish(job, KILLED)
@@ -337,10 +342,11 @@ class SlurmExecutor(Executor):
             self._accepted = job.submitted = True
             job.info = JobInfo(f"{number}_{job.index}" if array else number, "PENDING")
 
-    async def _take(
-        self, name: str, argv: Sequence[str], script: str, is_wanted: Callable[[], bool] = lambda: True
-    ) -> str:
-        """Submit a script until Slurm takes it; returns the job's id. SubmitError if Slurm refuses it."""
+    async def _take(self, name: str, argv: Sequence[str], script: str, is_wanted: Callable[[], bool]) -> str:
+        """Submit a script until Slurm takes it; returns the job's id. SubmitError if Slurm refuses it.
+
+        If it is no longer wanted, the id is empty; a job that Slurm took nevertheless does not find its files.
+        """
         number, deadline_s = "", time.monotonic() + _PATIENCE_S
         while not number and is_wanted():
             try:
@@ -349,7 +355,7 @@ class SlurmExecutor(Executor):
                 if not error.transient or time.monotonic() > deadline_s:
                     raise
                 log.warning("Slurm does not take jobs: %s. Trying again.", error)
-                number = await self._find(name)
+                number = await self._find(name, is_wanted)
         return number
 
     def _record(self, job: SlurmJob) -> bool:
@@ -362,11 +368,13 @@ class SlurmExecutor(Executor):
             return False
         return True
 
-    async def _find(self, name: str) -> str:
-        """The id of a job that Slurm took although its answer was lost; empty if the next query does not show one."""
+    async def _find(self, name: str, is_wanted: Callable[[], bool]) -> str:
+        """The id of a job that Slurm took although its answer was lost; empty if the next query does not show one, or
+        if it is no longer wanted.
+        """
         failed_s = time.monotonic()
         while self._polled_s < failed_s:
-            if not self._jobs:
+            if not is_wanted():
                 return ""
             self._poll_now = True
             await asyncio.sleep(_TICK_S)
