@@ -118,7 +118,7 @@ def main() -> None:
     except LoopwrightError as error:
         _fail(f"error: {error}", 1)
     except KeyboardInterrupt:
-        # Before a run listens for signals there is nothing to stop in good order.
+        # Before a run listens for signals there is nothing to stop cleanly.
         raise SystemExit(130) from None
     except BrokenPipeError:
         # The reader of our output has left. The results are on disk.

@@ -9,7 +9,7 @@ from loopwright.reports.page import write_all
 
 def command(output: OutputArgument) -> None:
     """Rebuild report.html, the CSV files and best.toml from the ledgers. Works while a run is in progress."""
-    run_ledgers(output)  # an error if there are none
+    run_ledgers(output)  # raises if it has no ledgers
     page = output / "report.html"
     before_ns = page.stat().st_mtime_ns if page.exists() else 0
     code = write_all(output, check=True)

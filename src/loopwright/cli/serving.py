@@ -1,4 +1,4 @@
-"""What the verbs that serve share: settings, a token, and a shutdown in good order."""
+"""What the verbs that serve share: settings, a token, and a clean shutdown."""
 
 import asyncio
 import signal

@@ -57,7 +57,7 @@ Histories = dict[str, list[StoredTrial]]
 
 @dataclass
 class Signals:
-    """The first SIGINT, SIGTERM or SIGHUP stops a campaign in good order, the second one at once."""
+    """The first SIGINT, SIGTERM or SIGHUP stops a campaign cleanly, the second one at once."""
 
     received: int | None = None
     """The first signal."""

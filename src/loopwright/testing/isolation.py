@@ -122,7 +122,7 @@ class IsolationContract(SandboxContract):
                 listener.close()
 
     def test_kernel_keys_are_out_of_reach(self, harness: SandboxHarness) -> None:
-        """A key of ours can be neither read nor found, not even by its number, and none is listed."""
+        """Our key can be neither read nor found, not even by its number, and none is listed."""
         calls = {"x86_64": (248, 250), "aarch64": (217, 219)}.get(platform.machine())
         if calls is None:
             pytest.skip("unknown architecture")

@@ -211,7 +211,7 @@ class Backend(Protocol):
     """What the module of a library provides."""
 
     def option_names(self, algorithm: str) -> list[str]:
-        """The names that `options` may have. Raises LoopwrightError if there is no such algorithm."""
+        """The names that `options` may have. LoopwrightError if the algorithm does not exist."""
 
     def policy_names(self, algorithm: str) -> list[str]:
         """The names that `policy` may have; none if the library has no such choice."""

@@ -131,7 +131,7 @@ def descendants(
         members |= children
     # A listing of /proc has processes only, but candidate ids may be those of threads.
     living = [table[pid] for pid in members if not table[pid].zombie and (pids is None or _is_process(pid))]
-    # A shell whose child is signalled first would go on with its next command.
+    # A shell whose child is signalled first would continue with its next command.
     return sorted(living, key=lambda process: (process.start_ticks, process.pid))
 
 

@@ -158,7 +158,7 @@ class _Scratch:
     """What an instance writes to outside its workspace."""
 
     path: Path
-    """Files of ours, which commands only read."""
+    """Our files, which commands only read."""
     writable: Path
     """Where everything is that commands write to."""
     private: Mapping[str, Path]

@@ -2,7 +2,7 @@
 
 A server has a limited number of open files. Without limits, anyone who can connect could hold all of them, and so could
 an agent with the key of one session.
-A client that leaves without reading its response resets the connection, which the call is told.
+A client that leaves without reading its response resets the connection; its call records that.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 It is a SQLite file, like a ledger. All waiting writes are committed together. The event loop commits small ones itself:
 that takes less time than to wake a thread and to be woken by it. A thread commits large ones, and everything while the
-disk is slow. Another one makes the checkpoints, which wait for the disk, while calls go on.
+disk is slow. Another one makes the checkpoints, which wait for the disk, while calls continue.
 """
 
 import asyncio
@@ -225,8 +225,8 @@ class DiskStore:
         self._queue.put(jobs)
 
     def _checkpoint(self) -> None:
-        """Copy the log into the file while calls go on, so that what they log meanwhile remains."""
-        with suppress(sqlite3.Error):  # the next one makes up for it
+        """Copy the log into the file while calls continue, so that what they log meanwhile remains."""
+        with suppress(sqlite3.Error):  # the next one does what this one missed
             _, pages, copied = self._checkpoint_connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
             if pages > copied and pages * _PAGE_BYTES > _MAX_LOG_BYTES:
                 self._loop.call_soon_threadsafe(self._hand_over, ())

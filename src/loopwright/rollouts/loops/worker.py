@@ -21,7 +21,7 @@ from loopwright.rollouts.pools.base import EventLoopBlocked, Worker, contain_fai
 from loopwright.rollouts.pools.steps import BLOCKED_S, WatchedCall, current_call
 
 _GRACE_S = 5.0
-"""How long a loop may go on after its cancellation."""
+"""How long a loop may continue after its cancellation."""
 _TOLERANCE_S = 0.001
 """Timers of event loops may fire slightly early."""
 

@@ -89,7 +89,7 @@ async def attempt(task: Task, base_url: str, api_key: str) -> Any:
         reason = f"sample {place['index']} of {inspect_task.name!r} differs from when the run started"
         raise RolloutFailed(f"{reason}; make its order fixed", Fault.WORKLOAD)
     models = import_module("inspect_ai.model")
-    # Without retries, which Inspect repeats for hours: what the gateway refuses, it refuses for good.
+    # Without retries, which Inspect repeats for hours: the gateway does not change its mind.
     config = inspect_task.config.merge(models.GenerateConfig(max_retries=0))
     name = "openai-api/loopwright/policy"
     model = models.get_model(name, base_url=base_url, api_key=api_key, memoize=False, config=config)
