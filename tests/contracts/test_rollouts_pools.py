@@ -17,6 +17,7 @@ from ray._private.state import actors
 
 import loopwright
 from loopwright.execution.ray.connection import RayConnection
+from loopwright.rollouts.pools.actor_host import mark_file
 from loopwright.rollouts.pools.base import WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.ray.launch import check_group, check_resources, cluster_nodes, release, reserve
@@ -178,15 +179,18 @@ class Mortal(Probe):
 def test_l07_a_worker_that_never_returns_is_killed_and_replaced_and_other_calls_continue():
     async def body(pool):
         before = await pids(pool, 2)
-        neighbours = [asyncio.ensure_future(pool.call(("sleep", 2.0))) for _ in range(6)]
+        marks.extend(mark_file(actor.mark_name) for actor in pool._router.backends)
+        neighbours = [asyncio.ensure_future(pool.call(("sleep", 0.3), timeout_s=0.5)) for _ in range(6)]
         start_s = time.monotonic()
         with pytest.raises(TimeoutError, match="no answer within"):
             await pool.call(("block", 600), timeout_s=0.5)
         assert time.monotonic() - start_s < 8
-        assert await asyncio.gather(*neighbours) == [2.0] * 6
+        assert await asyncio.gather(*neighbours) == [0.3] * 6, "late, since another call blocked their worker"
         assert len(set(before) & set(await pids(pool, 2))) == 1
 
+    marks = []
     use(pool_of(2, Blocker), body)
+    assert [mark.exists() for mark in marks] == [False] * 2
 
 
 def test_l07_a_replacement_that_cannot_be_built_fails_the_call(tmp_path):

@@ -71,9 +71,15 @@ class Blocking(AgentLoop):
             while True:
                 with suppress(Exception):
                     self.spins = True
+        elif task.id == "sleeps in a task":
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.sleep())
         else:
             await asyncio.sleep(0.05)
         return session.episode(task)
+
+    async def sleep(self):
+        time.sleep(3600)
 
 
 class Changing(AgentLoop):
@@ -88,7 +94,7 @@ def worker_of(loop: type[AgentLoop], deadline_s: float = 600.0) -> LoopWorker:
     return LoopWorker(loop(config), ScriptedEngine(ScriptedConfig(), Path()))
 
 
-@pytest.mark.parametrize("how", ["blocks", "sleeps", "never yields"])
+@pytest.mark.parametrize("how", ["blocks", "sleeps", "never yields", "sleeps in a task"])
 def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_not(tmp_path, caplog, how):
     async def main():
         tasks = [Task(how, TASK.messages), *(Task(f"{n}", TASK.messages) for n in range(3))]
@@ -182,7 +188,7 @@ class Stubborn(AgentLoop):
         if task.id == "everything":
             await ignore(BaseException)
         if task.id == "subtask":
-            await asyncio.gather(ignore(asyncio.CancelledError))
+            await asyncio.gather(ignore(BaseException))
         while True:
             try:
                 await (asyncio.to_thread(time.sleep, 1e6) if task.id == "thread" else asyncio.sleep(1e6))

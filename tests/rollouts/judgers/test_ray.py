@@ -143,10 +143,10 @@ class Weighed(RayPool):
         super().__init__(*args, **options)
         self.sizes = []
 
-    async def _await_answer(self, actor, method, data, deadline):
+    async def _await_answer(self, actor, method, data, *limits):
         if method is actor.handle:
             self.sizes.append(len(data))
-        return await super()._await_answer(actor, method, data, deadline)
+        return await super()._await_answer(actor, method, data, *limits)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

@@ -151,10 +151,11 @@ class Mute(Exception):
         (Mute(), "Mute"),
         (ValueError("\ud800"), "ValueError: ?"),
         (SystemExit(3), "SystemExit(3)"),
+        (BaseExceptionGroup("", [BaseException("own")]), "BaseException('own')"),
         (asyncio.CancelledError(), "cancelled its own call"),
         (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "ExceptionGroup: two"),
     ],
-    ids=["error", "without words", "without text", "exit", "cancellation", "group"],
+    ids=["error", "without words", "without text", "exit", "base", "cancellation", "group"],
 )
 def test_a_loop_that_raises_is_crashed(error, reason):
     async def run(task, session):

@@ -205,6 +205,8 @@ class _OneByOne(GuardedJudger):
         self._judger = judger
 
     async def judge_group(self, payloads: Sequence[Payload]) -> list[Verdict]:
+        if len(payloads) == 1:  # the usual case needs no task
+            return [await self._verdict(payloads[0])]
         return list(await asyncio.gather(*map(self._verdict, payloads)))
 
     async def _verdict(self, payload: Payload) -> Verdict:

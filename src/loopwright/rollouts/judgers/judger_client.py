@@ -9,6 +9,7 @@ from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import JudgeFailed, JudgerConfig, Payload, Verdict
 from loopwright.rollouts.judgers.guard import GuardedJudger, build_judger
 from loopwright.rollouts.pools.base import Pool, PoolDown, Worker
+from loopwright.rollouts.pools.steps import current_call
 
 _MARGIN_S = 10.0
 
@@ -33,6 +34,8 @@ class JudgeWorker(Worker):
 
     async def handle(self, request: Sequence[Payload]) -> list[Verdict]:
         """A verdict for each payload."""
+        if (call := current_call.get()) is not None:
+            call.limit_s = self._judger.config.total_timeout_s() * max(1, len(request))
         return await self._judger.judge_group(request)
 
     def describe(self) -> tuple[tuple[str, ...], bool]:

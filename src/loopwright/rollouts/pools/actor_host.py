@@ -5,7 +5,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from loopwright.rollouts.pools.base import (
     timeout_error,
 )
 from loopwright.rollouts.pools.serialization import pack, pack_exception, unpack
-from loopwright.rollouts.pools.steps import StepWatch, WatchedCall
+from loopwright.rollouts.pools.steps import StepWatch, WatchedCall, watch_tasks
 
 _MARK_BYTES = 8
 _PATIENCE_S = 10.0
@@ -48,7 +48,7 @@ class ActorHost:
 
     async def start(self, build: bytes, update: bytes | None) -> bytes:
         """Build the worker and apply the latest update; answers with its description and the update's answer."""
-        self._watch.watch_tasks()
+        watch_tasks()
         try:
             factory: WorkerFactory = unpack(build)
             worker = factory()
@@ -119,9 +119,9 @@ class ActorHost:
         self._mark(-call.number)
         os._exit(1)
 
-    async def _watched(self, call: WatchedCall, work: Awaitable[Any]) -> Any:
+    async def _watched(self, call: WatchedCall, work: Coroutine[Any, Any, Any]) -> Any:
         """Await a call, but not one whose code ignores everything. One that only ignores this is killed by the pool."""
-        task, over = asyncio.create_task(self._watch.run(call, work)), asyncio.Event()
+        task, over = self._watch.start(call, work), asyncio.Event()
         call.on_give_up = over.set
         task.add_done_callback(lambda _: over.set())
         try:

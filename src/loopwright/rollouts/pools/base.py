@@ -115,9 +115,12 @@ async def contain_failures(work: Awaitable[Any]) -> Any:
         if task is not None and task.cancelling():
             raise
         raise RuntimeError("the worker cancelled its own call") from None
-    except StepInterrupted:
-        raise EventLoopBlocked("it blocked the event loop and was interrupted") from None
-    except (SystemExit, GeneratorExit) as error:
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if BaseExceptionGroup("", [error]).subgroup(StepInterrupted) is not None:  # perhaps in a task of a group
+            message = "it blocked the event loop and was interrupted. Use `await asyncio.to_thread(...)` for such code"
+            raise EventLoopBlocked(message) from None
         if asyncio._get_running_loop() is None:
             raise  # an abandoned call is deleted after its event loop has ended
         raise RuntimeError(f"the worker raised {error!r}, which would have ended more than its call") from error

@@ -14,7 +14,7 @@ from loopwright.rollouts.pools.base import (
     contain_failures,
     timeout_error,
 )
-from loopwright.rollouts.pools.steps import StepWatch, WatchedCall
+from loopwright.rollouts.pools.steps import StepWatch, WatchedCall, watch_tasks
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class LocalPool(Pool):
     async def start(self) -> None:
         if self._worker is None:
             self._worker = self._build()
+            watch_tasks()
             self._watch.interrupt()
 
     async def call(self, request: Any, *, timeout_s: float | None = None) -> Any:
@@ -78,7 +79,7 @@ class LocalPool(Pool):
     async def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
         loop = asyncio.get_running_loop()
         watched = WatchedCall(limit_s=timeout_s)
-        call = loop.create_task(self._watch.run(watched, contain_failures(work)), name=self._started().describe_calls())
+        call = self._watch.start(watched, contain_failures(work), self._started().describe_calls())
         self._calls.add(call)
         # Does what asyncio.wait does at half the cost; this runs once or twice in every rollout.
         wake: asyncio.Future[None] = loop.create_future()

@@ -7,8 +7,9 @@ are then moved; a step during which the process dies was its cause; a step that 
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar, copy_context
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ class WatchedCall:
 
     def __init__(self, number: int = 0, limit_s: float | None = None) -> None:
         self.number = number
+        self.watch: StepWatch | None = None
         self.limit_s = limit_s
         """How long one of its steps may take before it is interrupted, if the watch does that."""
         self.blocked_s = 0.0
@@ -71,14 +73,15 @@ class StepWatch:
         self._steps_begun = self._overdue_step = 0
         self._closed = threading.Event()
 
-    async def run(self, call: WatchedCall, work: Awaitable[Any]) -> Any:
-        """Await the code of a call."""
-        current_call.set(call)
+    def start(self, call: WatchedCall, work: Coroutine[Any, Any, Any], name: str | None = None) -> "asyncio.Task[Any]":
+        """Run the code of a call as a task, and what it creates as tasks."""
+        call.watch, context = self, copy_context()
+        context.run(current_call.set, call)
         self._calls.add(call)
-        try:
-            return await _Steps(self, call, work)
-        finally:
-            self._calls.discard(call)
+        steps = _Steps(self, call, work)
+        task = asyncio.Task(steps, loop=asyncio.get_running_loop(), name=name, context=context)
+        task.add_done_callback(lambda _: self._calls.discard(call))
+        return task
 
     def interrupt(self) -> None:
         """From now on, interrupt steps that take longer than their call's limit: a sleep or a loop in Python.
@@ -124,31 +127,19 @@ class StepWatch:
         """Whether the step that runs is the one to interrupt."""
         return self._current is not None and self._steps_begun == self._overdue_step
 
-    def watch_tasks(self) -> None:
-        """Watch the tasks that calls create on the running event loop, too."""
-
-        def create(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-            call = current_call.get()
-            return asyncio.Task(work if call is None else self._steps(call, work), loop=loop, **options)
-
-        asyncio.get_running_loop().set_task_factory(create)
-
-    async def _steps(self, call: WatchedCall, work: Coroutine[Any, Any, Any]) -> Any:
-        return await _Steps(self, call, work)
-
-    def begin_step(self, call: WatchedCall) -> None:
+    def begin_step(self, call: WatchedCall, now_s: float) -> None:
         """Code of this call runs now."""
-        self._current = call
+        call.step_start_s, self._current = now_s, call
         self._steps_begun += 1
         if self._mark is not None:
             self._mark(call.number)
 
-    def end_step(self, call: WatchedCall, seconds: float) -> None:
-        """It ran for this long."""
-        self._current = None
+    def end_step(self, call: WatchedCall, now_s: float) -> None:
+        """It has returned, or waits for something."""
+        seconds = 0.0 if call.step_start_s is None else now_s - call.step_start_s
+        call.step_start_s = self._current = None
         if self._mark is not None:
             self._mark(0)
-        call.step_start_s = None
         if seconds >= BLOCKED_S:
             call.blocked_s += seconds
             for other in self._calls - {call}:
@@ -164,33 +155,52 @@ def _interrupt_overdue(_number: int, _frame: FrameType | None) -> None:
         raise StepInterrupted
 
 
-class _Steps:
-    """Awaits something step by step."""
+class _Steps(Coroutine[Any, Any, Any]):
+    """A coroutine of a call, which tells the watch of its steps."""
 
-    def __init__(self, watch: StepWatch, call: WatchedCall, work: Awaitable[Any]) -> None:
+    def __init__(self, watch: StepWatch, call: WatchedCall, work: Coroutine[Any, Any, Any]) -> None:
         self._watch, self._call, self._work = watch, call, work
+        self._clock = asyncio.get_running_loop().time
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        watch, call, steps = self._watch, self._call, self._work.__await__()
-        clock = asyncio.get_running_loop().time
-        error: BaseException | None = None
-        while True:
-            call.step_start_s = start_s = clock()
-            watch.begin_step(call)
-            try:
-                # Coroutines and generators have `throw`; other iterators need no exceptions.
-                future = next(steps) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                return stop.value
-            finally:
-                watch.end_step(call, clock() - start_s)
-            error = None
-            try:
-                yield future
-            except GeneratorExit:  # an abandoned call is deleted
-                steps.close()
-                raise
-            except BaseException as exception:  # noqa: BLE001  passed on to the code that waits
-                error = exception
-                if call.is_stubborn and isinstance(exception, asyncio.CancelledError):
-                    error = StepInterrupted()
+    def send(self, value: Any) -> Any:
+        self._watch.begin_step(self._call, self._clock())
+        try:
+            return self._work.send(value)
+        finally:
+            self._watch.end_step(self._call, self._clock())
+
+    def throw(self, error: Any, *_: Any) -> Any:
+        if self._call.is_stubborn and isinstance(error, asyncio.CancelledError):
+            error = StepInterrupted()
+        self._watch.begin_step(self._call, self._clock())
+        try:
+            return self._work.throw(error)
+        finally:
+            self._watch.end_step(self._call, self._clock())
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+    def __getattr__(self, name: str) -> Any:  # what describes a coroutine, such as its name
+        return getattr(self._work, name)
+
+
+def watch_tasks() -> None:
+    """From now on, watch the tasks that calls create on the running event loop, too."""
+    loop = asyncio.get_running_loop()
+    create = loop.get_task_factory()
+    if not (isinstance(create, partial) and create.func is _create_task):
+        loop.set_task_factory(partial(_create_task, create or _new_task))
+
+
+def _create_task(create: Callable[..., Any], loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
+    call = current_call.get()
+    watched = work if call is None or call.watch is None else _Steps(call.watch, call, work)
+    return create(loop, watched, **options)
+
+
+def _new_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+    return asyncio.Task(work, loop=loop, **options)

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from loopwright.rollouts.pools.actor_host import ActorHost, read_mark
+from loopwright.rollouts.pools.actor_host import ActorHost, mark_file, read_mark
 from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.pools.router import RoutedWorker
 
@@ -65,6 +65,7 @@ class WorkerActor(RoutedWorker):
         self.calls_at_end = 0
         """How many calls it had then."""
         self.killed = False
+        """Whether the pool ended it."""
         self.culprit: asyncio.Task[int] | None = None
         """Finds out which call it died of."""
         self.update: bytes | None = None
@@ -77,6 +78,12 @@ class WorkerActor(RoutedWorker):
         with suppress(Exception):
             ray.kill(self.actor)
 
+    def discard(self) -> None:
+        """End it, whatever it does; nobody asks which call that is."""
+        self.kill()
+        if self.node in ("", current_node_id()):
+            mark_file(self.mark_name).unlink(missing_ok=True)
+
 
 class ActorLost(Exception):
     """The actor of a call is gone."""
@@ -86,8 +93,9 @@ class ActorLost(Exception):
         self.node, self.actor = actor.node, actor
 
     async def culprit(self) -> int | None:
-        """The call whose code ran when the actor died; 0 if unknown, None if the pool killed it over another call."""
-        return None if self.actor.culprit is None else await asyncio.shield(self.actor.culprit)
+        """The call whose code ran when the actor died; 0 if unknown, None if none did and the pool killed it."""
+        number = 0 if self.actor.culprit is None else await asyncio.shield(self.actor.culprit)
+        return number or (None if self.actor.killed else 0)
 
 
 @dataclass(frozen=True)

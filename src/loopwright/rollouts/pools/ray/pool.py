@@ -187,7 +187,7 @@ class RayPool(Pool):
                 )
         for actor in actors:
             self._router.remove(actor)
-            actor.kill()
+            actor.discard()
         self._router.mark_down(str(self._closed_error()))
         if self._slots:
             await asyncio.wait(self._slots)
@@ -215,11 +215,13 @@ class RayPool(Pool):
                 raise timeout_error(deadline.timeout_s) from None
         try:
             data = pack((number, deadline.left_s(), deadline.timeout_s, request))
-            return await self._await_answer(actor, actor.handle, data, deadline)
+            return await self._await_answer(actor, actor.handle, data, deadline, number)
         finally:
             self._router.release(actor, limit)
 
-    async def _await_answer(self, actor: WorkerActor, method: Method, data: bytes, deadline: Deadline) -> Any:
+    async def _await_answer(
+        self, actor: WorkerActor, method: Method, data: bytes, deadline: Deadline, number: int = 0
+    ) -> Any:
         """An actor's answer; the actor enforces the deadline itself, and is killed if it does not."""
         try:
             ref = method(data)
@@ -227,6 +229,9 @@ class RayPool(Pool):
                 failure, answer = unpack(await ref)
         except TimeoutError:
             self._replace(actor, f"a call blocked it {self._grace_s:g} s beyond its deadline", killed=True)
+            lost = ActorLost(actor)
+            if await lost.culprit() not in (None, number):
+                raise lost from None  # it is late because another call blocks the actor
             raise timeout_error(deadline.timeout_s) from None
         except asyncio.CancelledError:
             with suppress(Exception):
@@ -311,18 +316,18 @@ class RayPool(Pool):
                     request = pack((0, None, None, unpack(update or b"")))
                     failure, answer = unpack(await actor.apply_update(request))
         except TimeoutError as error:
-            actor.kill()
+            actor.discard()
             if not deadline.expired():
                 raise
             raise WorkerLost(f"{where} was not ready within {self._start_timeout_s:g} s") from error
         except RayError as error:
-            actor.kill()
+            actor.discard()
             raise WorkerLost(f"{where} died before it was ready: {first_line(error)}") from error
         except BaseException:
-            actor.kill()
+            actor.discard()
             raise
         if failure is not None:
-            actor.kill()
+            actor.discard()
             raise unpack_exception(failure, where)
         actor.update, actor.update_answer = update, answer
         self._router.add(actor)
@@ -345,7 +350,7 @@ class RayPool(Pool):
         actor.failure, actor.killed, actor.calls_at_end = reason, killed, actor.load
         self._router.remove(actor)
         actor.kill()
-        actor.culprit = None if killed else asyncio.create_task(find_culprit(actor))
+        actor.culprit = asyncio.create_task(find_culprit(actor))
         self._slots[actor.index] = asyncio.create_task(self._start_replacement(actor.index))
 
     async def _start_replacement(self, index: int) -> WorkerActor:
