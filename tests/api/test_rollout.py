@@ -5,6 +5,7 @@ import re
 import pytest
 
 import loopwright as lw
+from loopwright.rollouts.judgers import GroupJudger
 
 TASKS = [{"prompt": f"What is {a} + 1?", "label": str(a + 1)} for a in range(3)]
 
@@ -26,6 +27,11 @@ class Half(lw.Judger):
         return lw.Reward(0.5)
 
 
+class First(GroupJudger):
+    async def judge_group(self, payloads):
+        return [lw.Reward(float(payload is payloads[0])) for payload in payloads]
+
+
 def test_a_function_judges_the_episodes_of_a_named_loop_and_engine():
     payloads = []
 
@@ -41,14 +47,17 @@ def test_a_function_judges_the_episodes_of_a_named_loop_and_engine():
     assert episodes[0].rewards == {"exact": 1.0}
 
 
-@pytest.mark.parametrize("judger", [Half, {"type": "length"}, "length", None])
-def test_loops_and_judgers_may_be_classes_names_or_tables(judger):
+@pytest.mark.parametrize(
+    ("judger", "part"),
+    [(Half, "Half"), (Half(), "Half"), (First, "First"), ({"type": "length"}, "length"), (None, "length")],
+)
+def test_loops_and_judgers_may_be_classes_objects_names_or_tables(judger, part):
     episodes = lw.rollout(
         ["hello", lw.Task("b", ({"role": "user", "content": "hi"},))], Twice, judger, engine="scripted"
     )
 
     assert [(episode.task.id, episode.turns) for episode in episodes] == [("0", 2), ("b", 2)]
-    assert all(episode.reward is not None for episode in episodes)
+    assert all(list(episode.rewards) == [part] for episode in episodes)
 
 
 def test_tasks_are_a_list_or_a_generator_but_not_one_task():
@@ -67,6 +76,21 @@ def test_tasks_are_a_list_or_a_generator_but_not_one_task():
 )
 def test_an_argument_of_the_wrong_type_is_named(arguments, words):
     with pytest.raises(TypeError, match=re.escape(words)):
+        lw.rollout(**{"tasks": ["a"], "engine": "scripted"} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"loop": "single_trun"}, "rollout: loop: unknown agent loop 'single_trun'."),
+        ({"judger": lambda foo: foo}, "rollout: judger.function: 'lambda': 'foo' is not a fact of an episode."),
+        ({"engine": {"type": "scripted", "slipp": 1}}, "rollout: engine: unknown key 'slipp'"),
+        ({"samples": 0}, "rollout: samples: must be greater than"),
+        ({"tasks": [{"label": "1"}]}, "rollout: tasks"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, words):
+    with pytest.raises(lw.ScenarioError, match=re.escape(words)):
         lw.rollout(**{"tasks": ["a"], "engine": "scripted"} | arguments)
 
 

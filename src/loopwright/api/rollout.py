@@ -5,22 +5,24 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from loopwright.api import objects
 from loopwright.api.objects import register
 from loopwright.api.tune import run
 from loopwright.core.episode import Episode
+from loopwright.core.errors import Problem, ScenarioError
 from loopwright.core.task import Task
 from loopwright.engines.base import Engine, EngineConfig, Sampling
 from loopwright.engines.shortcuts import engine_config
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rollouts
-from loopwright.rollouts.judgers.base import Judger
+from loopwright.rollouts.judgers.base import BaseJudger
 from loopwright.rollouts.loops.base import AgentLoop
 
 
 def rollout(
     tasks: Iterable[Task | Mapping[str, Any] | str],
     loop: "str | type[AgentLoop] | AgentLoop | Mapping[str, Any]" = "single_turn",
-    judger: "Callable[..., Any] | str | type[Judger] | Judger | Mapping[str, Any] | None" = None,
+    judger: "Callable[..., Any] | str | type[BaseJudger] | BaseJudger | Mapping[str, Any] | None" = None,
     *,
     engine: str | type[Engine] | Engine | EngineConfig | Mapping[str, Any],
     samples: int = 1,
@@ -63,11 +65,23 @@ def rollout(
             }
         ],
     }
-    study = run(scenario, output)
+    try:
+        study = run(scenario, output)
+    except ScenarioError as error:
+        problems = [Problem(_argument(p.key), p.message.replace(f"{objects.__name__}:", "")) for p in error.problems]
+        raise ScenarioError("rollout", problems) from None
     order = {row["id"]: index for index, row in enumerate(rows)}
     with Ledger.read(study.output / study.run / "ledger.db") as ledger:
         episodes = [rollout.episode for rollout in rollouts(ledger)]
     return sorted(episodes, key=lambda episode: order[episode.task.id])
+
+
+def _argument(key: str) -> str:
+    """The argument of `rollout` that a key of its scenario comes from."""
+    if key.startswith("[run.engine]"):
+        return key.replace("[run.engine] ", "engine.").replace("[run.engine]", "engine").removesuffix(".type")
+    name = key.rpartition("] ")[2]
+    return "samples" if name in ("trials", "group_size") else name
 
 
 def _row(task: Task | Mapping[str, Any] | str, id: str) -> dict[str, Any]:
@@ -99,9 +113,13 @@ def _table(name: str, item: Any) -> dict[str, Any]:
 
 
 def _judger_table(judger: Any) -> dict[str, Any]:
-    if isinstance(judger, (str, Mapping, Judger)) or (isinstance(judger, type) and issubclass(judger, Judger)):
+    if isinstance(judger, str | Mapping):
         return _table("judger", judger)
+    if isinstance(judger, BaseJudger):
+        return {"name": judger.config.label(), **_table("judger", judger)}
     name = re.sub(r"\W+", "_", getattr(judger, "__name__", "")).strip("_") or "judger"
+    if isinstance(judger, type) and issubclass(judger, BaseJudger):
+        return {"name": name, **_table("judger", judger)}
     return {"type": "python", "function": register(name, judger), "name": name}
 
 
