@@ -252,7 +252,7 @@ class TestAFileThatIsNotWhatItShouldBe:
         Ledger.create(path).close()
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA user_version = 99")
-        with pytest.raises(LedgerError, match="has version 99; this Loopwright reads 5"):
+        with pytest.raises(LedgerError, match="has version 99; this Loopwright reads 6"):
             opener(path)
 
 

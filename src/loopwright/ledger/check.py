@@ -132,14 +132,14 @@ class _Hashes:
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.count = last_event(connection)[0]
-        counts = "SELECT 2 * (SELECT count(*) FROM trials) + (SELECT count(*) FROM events)"
+        counts = "SELECT 2 * (SELECT count(*) FROM trials) + (SELECT count(*) FROM recorded)"
         (rows,) = connection.execute(counts).fetchone()
         if self.count > rows + _MAX_GAP:
             raise LedgerError(damaged(path, f"event {self.count}, of at most {rows}"))
         hashes, known = bytearray(16 * (self.count + 1)), bytearray(self.count + 1)
         # Both events of a trial in one pass: the table is large. A hash of another length is damaged, and so none.
         for query in (
-            "SELECT seq, hash, NULL, NULL FROM events",
+            "SELECT seq, hash, NULL, NULL FROM recorded",
             "SELECT reserve_seq, reserve_hash, result_seq, result_hash FROM trials",
         ):
             for one, one_hash, two, two_hash in connection.execute(query):
@@ -227,7 +227,7 @@ def _differences_of(
             return
     unrecorded = connection.execute(
         f"SELECT {spec.identity}, {spec.columns} FROM {spec.table} AS r LEFT JOIN "
-        f"(SELECT DISTINCT key, name FROM events WHERE kind = ?) AS e ON {spec.where} "
+        f"(SELECT DISTINCT key, name FROM recorded WHERE kind = ?) AS e ON {spec.where} "
         f"WHERE e.key IS NULL AND {spec.rows}",
         (kind,),
     )
@@ -239,8 +239,8 @@ def _events(connection: sqlite3.Connection, kind: str, spec: EventKind) -> Itera
     """(number, key, name, values as they are now) of each event of a kind, in order."""
     if not spec.many:
         query = (
-            f"SELECT e.seq, e.key, e.name, {spec.columns} FROM events AS e LEFT JOIN {spec.table} AS r ON {spec.where} "
-            "WHERE e.kind = ? ORDER BY e.seq"
+            f"SELECT e.seq, e.key, e.name, {spec.columns} FROM recorded AS e "
+            f"LEFT JOIN {spec.table} AS r ON {spec.where} WHERE e.kind = ? ORDER BY e.seq"
         )
         for seq, key, name, *values in connection.execute(query, (kind,)):
             yield seq, key, name, values

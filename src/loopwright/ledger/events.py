@@ -2,10 +2,11 @@
 
     hash(n) = blake2b(hash(n - 1), kind, key, name, the values of event n)
 
-Number and hash are written in the same transaction as the values: of a reserved trial and of its result in the trial's
-own row, which costs no further page, of everything else in `events`. An event replaces the earlier one with the same
-kind, key and name; the last of them must agree with the ledger (`check.py`). The end of the chain is also in a small
-file beside the ledger, which shows if the ledger itself was set back (`sqlite.py`, which also writes the events).
+Number and hash are written in the same transaction as the values: of a reserved trial, of its result and of its first
+attempt in their own rows, which costs no further page, of everything else in `events`. An event replaces the earlier
+one with the same kind, key and name; the last of them must agree with the ledger (`check.py`). The end of the chain is
+also in a small file beside the ledger, which shows if the ledger itself was set back (`sqlite.py`, which also writes
+the events).
 """
 
 import sqlite3
@@ -18,7 +19,10 @@ EVENTS_SCHEMA = """
 CREATE TABLE events (
     seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, key INTEGER NOT NULL, name TEXT NOT NULL, hash BLOB NOT NULL
 ) STRICT;
+CREATE VIEW recorded AS SELECT seq, kind, key, name, hash FROM events UNION ALL
+SELECT seq, 'attempt', trial, CAST(attempt AS TEXT), hash FROM attempts WHERE seq IS NOT NULL;
 """
+"""`recorded` has all events but those of trials."""
 RESERVED = "number, grp, repeat, action, key, draw, regime, noise, phase, reserved_at"
 """The values of the event `reserve`, columns of the trial."""
 RESULT = "outcome, fault, reason, reward, reward_detail, metrics, usage, cached_from, finished_at"
@@ -33,7 +37,7 @@ _REAL = ("reward", "started_at", "ended_at", "finished_at")
 
 @dataclass(frozen=True, slots=True)
 class EventKind:
-    """Where the values of an event in `events` are stored, in SQL: `e` is the event, `r` the row."""
+    """Where the values of a recorded event are stored, in SQL: `e` is the event, `r` the row."""
 
     table: str
     columns: str
@@ -102,7 +106,7 @@ def last_event(connection: sqlite3.Connection) -> tuple[int, bytes]:
     """The number and the hash of the last event; reads all trials."""
     # With max(), SQLite takes the other column from the row that has it.
     queries = (
-        "SELECT max(seq), hash FROM events",
+        "SELECT max(seq), hash FROM recorded",
         "SELECT max(reserve_seq), reserve_hash FROM trials",
         "SELECT max(result_seq), result_hash FROM trials",
     )

@@ -22,7 +22,7 @@ from loopwright.ledger.check import check_ledger
 from loopwright.ledger.events import EVENTS_SCHEMA, KEEP_RESULTS, KINDS, RESERVED, SET_STATE, last_event, returning
 from loopwright.ledger.sqlite import Chain, Transaction, connect, connect_to_read, explained, link, text
 
-VERSION = 5
+VERSION = 6
 _SCHEMA = """
 CREATE TABLE trials (
     number INTEGER PRIMARY KEY, grp INTEGER NOT NULL, repeat INTEGER NOT NULL, action TEXT NOT NULL, key TEXT NOT NULL,
@@ -34,7 +34,8 @@ CREATE TABLE trials (
 ) STRICT;
 CREATE TABLE attempts (
     trial INTEGER NOT NULL, attempt INTEGER NOT NULL, handle TEXT NOT NULL,
-    started_at REAL NOT NULL, ended_at REAL, outcome TEXT, reason TEXT, PRIMARY KEY (trial, attempt)
+    started_at REAL NOT NULL, ended_at REAL, outcome TEXT, reason TEXT,
+    seq INTEGER, hash BLOB, PRIMARY KEY (trial, attempt)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE payloads (
     trial INTEGER NOT NULL, kind TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY (trial, kind)
@@ -61,7 +62,9 @@ _SET_ATTEMPT = (
     "SELECT ?, count(*) + (count(*) = count(ended_at)), ?, ? FROM attempts WHERE trial = ? "
     "ON CONFLICT DO UPDATE SET handle = excluded.handle RETURNING attempt, started_at"
 )
-_INSERT_FIRST_ATTEMPT = "INSERT OR IGNORE INTO attempts (trial, attempt, handle, started_at) VALUES (?, 1, ?, ?)"
+_INSERT_FIRST_ATTEMPT = (
+    "INSERT OR IGNORE INTO attempts (trial, attempt, handle, started_at, seq, hash) VALUES (?, 1, ?, ?, ?, ?)"
+)
 _ATTEMPT = returning("trial, attempt", KINDS["attempt"].columns)
 
 
@@ -190,13 +193,16 @@ class Ledger(AbstractContextManager["Ledger"]):
 
         It belongs to the open attempt at the trial, whose number is returned; if there is none, it opens one.
         """
+        attempt, started_at = 1, time.time()
         with self.transaction as connection:
-            attempt, started_at = 1, time.time()
-            if connection.execute(_INSERT_FIRST_ATTEMPT, (number, handle, started_at)).rowcount != 1:
+            event = link(self.chain.last, "attempt", number, "1", (handle, started_at, None, None, None))
+            if connection.execute(_INSERT_FIRST_ATTEMPT, (number, handle, started_at, *event)).rowcount == 1:
+                self.chain.last = event
+            else:
                 ((attempt, started_at),) = connection.execute(
                     _SET_ATTEMPT, (number, handle, started_at, number)
                 ).fetchall()
-            self.chain.add("attempt", number, (handle, started_at, None, None, None), str(attempt))
+                self.chain.add("attempt", number, (handle, started_at, None, None, None), str(attempt))
         return int(attempt)
 
     def commit(self, trial: Trial, result: Result, *, hold: bool = False, replaces: Outcome = Outcome.ABORTED) -> Trial:
