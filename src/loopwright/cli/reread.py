@@ -107,12 +107,9 @@ def _reread(ledger: Ledger, config: Any, *, write: bool, json: bool) -> int:
 def _read(config: Any, objectives: Objectives, trial: Trial, directory: Path) -> Result:
     try:
         result = read_metrics(config.workload.all_metrics(), directory, trial.usage)
-        return replace(result, reward=objectives.score(result.metrics)) if result.outcome is Outcome.OK else result
     except PatternTimeout as error:
-        reason = str(error)
-    except (ArithmeticError, ValueError, TypeError, KeyError) as error:
-        reason = f"the metrics have no reward: {error}"
-    return Result(Outcome.METRIC_MISSING, reason=reason, usage=trial.usage)
+        return Result(Outcome.METRIC_MISSING, reason=str(error), usage=trial.usage)
+    return objectives.scored(result) if result.outcome is Outcome.OK else result
 
 
 def _revise(ledger: Ledger, trial: Trial, result: Result, id: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import orjson
 
 from loopwright.core.errors import InvalidAction
-from loopwright.core.outcome import REUSABLE, Fault, Outcome
+from loopwright.core.outcome import REUSABLE, Outcome
 from loopwright.core.trial import (
     Action,
     Feedback,
@@ -237,11 +237,7 @@ class SearchEnv:
             self.book.commit(trial, Result(Outcome.ABORTED, reason="the run was stopped"))
             raise
         if result.outcome is Outcome.OK:
-            try:
-                result = replace(result, reward=self.objectives.score(result.metrics))
-            except (ArithmeticError, ValueError, TypeError, KeyError) as error:
-                reason = f"the metrics {dict(result.metrics)} have no reward: {error}"
-                result = replace(result, outcome=Outcome.METRIC_MISSING, reason=reason, fault=Fault.WORKLOAD)
+            result = self.objectives.scored(result)
         # On disk before other runs see it, or a resumed run would find its own trial in the shared cache.
         finished = self.book.commit(trial, result, hold=self._shared is None)
         if self._shared and finished.outcome is Outcome.OK and finished.cached_from is None:

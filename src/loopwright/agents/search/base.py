@@ -194,7 +194,7 @@ class SpaceAgent(SearchAgent):
         self.proposed = 0
         self._start = [self.space.first()] if config.start == "first" else list(config.start)
         self._failed: set[str] = set()
-        self._open: dict[int, str] = {}
+        self._open: dict[int, tuple[Action, Regime]] = {}
         self._waiting: tuple[int, Action] | None = None
         self._confirmation = Confirmation(env) if env.rules.reserve else None
         self._is_confirming = False
@@ -238,12 +238,12 @@ class SpaceAgent(SearchAgent):
             retry, action = self._waiting or (0, self.propose(n, 0, observation))
             self._waiting = None
         while action is not None:
-            point = _point(action, observation.context)
+            point = action, observation.context
             if not pinned and point in self._open.values() and not self.measures_again:
                 # Whether this point fails is not known yet: wait, so that the choice never depends on timing.
                 self._waiting = retry, action
                 return None
-            avoided = point in self._failed or (self.heeds_constraints and self.avoids(action, observation, retry))
+            avoided = self.has_failed(*point) or (self.heeds_constraints and self.avoids(action, observation, retry))
             if pinned or not avoided:
                 self.proposed, self._open[n] = n, point
                 return action
@@ -277,7 +277,7 @@ class SpaceAgent(SearchAgent):
 
     def has_failed(self, action: Action, regime: Regime) -> bool:
         """Whether this point has failed."""
-        return _point(action, regime) in self._failed
+        return bool(self._failed) and _point(action, regime) in self._failed
 
     def learn(self, feedback: Feedback) -> None:
         """Learn from a trial that has ended."""
@@ -289,7 +289,7 @@ class SpaceAgent(SearchAgent):
             if proposal.feedback is not None:
                 self.update_policy(proposal.feedback)
             else:
-                self._open[proposal.group] = _point(proposal.action, proposal.regime)
+                self._open[proposal.group] = proposal.action, proposal.regime
 
     def recall(self, proposal: Proposal) -> None:
         """Restore one proposal, before its feedback is replayed."""
