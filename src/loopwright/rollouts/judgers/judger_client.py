@@ -12,6 +12,8 @@ from loopwright.rollouts.pools.base import Pool, PoolDown, Worker
 from loopwright.rollouts.pools.steps import current_call
 
 _MARGIN_S = 10.0
+_REISSUES = 5
+"""How many times its own time a judger waits for parts on Ray, which are issued again when others end their worker."""
 
 
 class JudgeWorker(Worker):
@@ -35,7 +37,7 @@ class JudgeWorker(Worker):
     async def handle(self, request: Sequence[Payload]) -> list[Verdict]:
         """A verdict for each payload."""
         if (call := current_call.get()) is not None:
-            call.limit_s = self._judger.config.total_timeout_s() * max(1, len(request))
+            call.limit_s = _longest_attempt_s(self._judger.config)
         return await self._judger.judge_group(request)
 
     def describe(self) -> tuple[tuple[str, ...], bool]:
@@ -96,6 +98,8 @@ class JudgerClient:
 
     async def _call(self, payloads: Sequence[Payload]) -> list[Verdict]:
         timeout_s = self.config.total_timeout_s() * max(1, len(payloads)) + _MARGIN_S
+        if self._parts:
+            timeout_s *= _REISSUES
         async with self._slots:
             try:
                 verdicts: list[Verdict] = await self._pool.call(payloads, timeout_s=timeout_s)
@@ -107,6 +111,10 @@ class JudgerClient:
                 failure.__cause__ = error
                 return [failure] * len(payloads)
         return verdicts
+
+
+def _longest_attempt_s(config: JudgerConfig) -> float:
+    return max(config.attempt_timeout_s(), *map(_longest_attempt_s, config.members().values()), 0.0)
 
 
 class PlacedJudger(GuardedJudger):
