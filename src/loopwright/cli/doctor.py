@@ -22,10 +22,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from loopwright.cli.options import emit
-from loopwright.core.errors import ClusterError, LoopwrightError
+from loopwright.core.errors import LoopwrightError
 from loopwright.engines.base import engines
 from loopwright.execution.devices import visible_devices
-from loopwright.execution.ray.options import check_address
+from loopwright.execution.ray.system import RaySystem
 from loopwright.execution.sandbox.bubblewrap import Bubblewrap
 from loopwright.execution.sandbox.disk import why_not_sized
 from loopwright.execution.sandbox.docker import Docker
@@ -104,9 +104,8 @@ def examine(output: Path) -> Iterator[Finding]:
     yield _slurm()
     yield _ray()
     devices = visible_devices()
-    yield Finding(
-        "gpus", bool(devices), ", ".join(devices) or "none is visible", "needed only by trials that ask for one"
-    )
+    fix = "install the driver, or list the devices in [system] gpus; only trials that ask for a GPU need one"
+    yield Finding("gpus", bool(devices), ", ".join(devices) or "none is visible", fix)
     for name in engines.names():
         try:
             error: Exception | None = engines.get(name).Config.missing_extra(name)
@@ -167,7 +166,7 @@ def _slurm() -> Finding:
         return Finding("slurm", ok=False, detail=f"{', '.join(missing)} not on the PATH", fix=fix)
     fix = "check SLURM_CONF, munge and slurmctld: scontrol ping"
     try:
-        command = [str(shutil.which("sinfo")), "--noheader", "--format=%P %a %D"]
+        command = [str(shutil.which("sinfo")), "--noheader", "--format=%P %a, %D %T"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return Finding("slurm", ok=False, detail=f"no answer in {_TIMEOUT_S} s", fix=fix)
@@ -183,14 +182,14 @@ def _ray() -> Finding:
     except PackageNotFoundError:
         return Finding("ray", ok=False, detail="not installed", fix="pip install 'loopwright[ray]'")
     address = os.environ.get("RAY_ADDRESS", "")
-    try:
-        check_address(address)
-    except ClusterError as error:
+    if not address:
+        return Finding("ray", ok=True, detail=f"{release}, RAY_ADDRESS is not set: a cluster on this machine")
+    from loopwright.execution.ray.connection import find_problem
+
+    if (problem := find_problem(RaySystem(), {"CPU": 1.0})) is not None:
         fix = "start the head node, open its port, or correct RAY_ADDRESS"
-        return Finding("ray", ok=False, detail=f"{release}, {error}", fix=fix)
-    return Finding(
-        "ray", ok=True, detail=f"{release}, RAY_ADDRESS {address or 'is not set: a cluster on this machine'}"
-    )
+        return Finding("ray", ok=False, detail=f"{release}, {problem.message}", fix=fix)
+    return Finding("ray", ok=True, detail=f"{release}, the cluster at RAY_ADDRESS {address} answers")
 
 
 def _extra(extra: str) -> Finding:

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,20 @@ def closed_port():
 def test_c01_an_address_where_nothing_listens_is_named_at_once(closed_port):
     with pytest.raises(ClusterError, match=rf"no Ray cluster answers at 127.0.0.1:{closed_port}.*RAY_ADDRESS"):
         check_address(f"127.0.0.1:{closed_port}")
+
+
+def test_c01_the_port_of_something_else_is_named_at_once():
+    """Given the port of Ray's dashboard, say, where Ray would try for minutes."""
+
+    def answer(listener):
+        with listener.accept()[0] as connection:
+            connection.send(b"HTTP/1.1 400 Bad Request")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+        answered = threads.submit(answer, listener)
+        with pytest.raises(ClusterError, match="what listens there is not the head of a cluster"):
+            check_address(f"127.0.0.1:{listener.getsockname()[1]}")
+        answered.result()
 
 
 def test_c01_ray_client_is_refused_with_the_way_that_works():

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from loopwright.core.errors import LaunchError
 from loopwright.execution.ray.messages import Blobs, decode, encode
+from loopwright.execution.ray.options import uses_tls
 
 _ID_BYTES, _SECRET_BYTES = 8, 16
 _PROOF_BYTES = _ID_BYTES + _SECRET_BYTES
@@ -193,7 +194,7 @@ async def connect(address: tuple[str, int], key: bytes, user: ChannelUser, artif
 
 def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
     """The certificates that Ray itself uses; None if it uses none. Each end must have one of Ray's authority."""
-    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+    if not uses_tls():
         return None
     context = ssl.create_default_context(purpose, cafile=os.environ["RAY_TLS_CA_CERT"])
     context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])

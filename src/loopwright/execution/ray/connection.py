@@ -12,7 +12,7 @@ from typing import Any, Self
 import ray
 from ray._private import ray_constants, services
 
-from loopwright.core.errors import ClusterError, Problem
+from loopwright.core.errors import ClusterError, Problem, sentence
 from loopwright.execution.ray.options import RayOptions, check_address
 
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -99,7 +99,9 @@ def _init(cpus: int | None, address: str | None, runtime_env: Mapping[str, Any] 
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
         where = existing or "this machine"
-        raise ClusterError(f"cannot use Ray at {where}: {error}. Check RAY_ADDRESS and `ray status`") from error
+        raise ClusterError(
+            f"cannot use Ray at {where}: {sentence(error)} Check RAY_ADDRESS and `ray status`"
+        ) from error
     finally:
         if sigterm_handler is not None:
             signal.signal(signal.SIGTERM, sigterm_handler)  # Ray installs its own, which would skip our shutdown.

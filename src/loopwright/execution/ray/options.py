@@ -17,7 +17,9 @@ _RUNTIME_ENV = (
     *("worker_process_setup_hook", "container", "image_uri", "nsight", "java_jars", "config"),
 )
 """The keys of a runtime environment."""
-_CONNECT_S = 5.0
+_CONNECT_S = 10.0
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""Opens a connection of HTTP/2, by which a head is reached, with an empty frame of settings; the answer is another."""
 
 
 class RayOptions(SystemConfig):
@@ -103,7 +105,7 @@ class RayOptions(SystemConfig):
 
 
 def check_address(address: str) -> None:
-    """ClusterError if nothing listens at the address of a cluster; Ray itself would try for half a minute."""
+    """ClusterError if no head listens at the address of a cluster; Ray itself would try for several minutes."""
     if "://" in address:
         raise ClusterError(
             f"{address} is not the address of a cluster's head (HOST:PORT, usually port 6379). Loopwright does not use "
@@ -113,9 +115,19 @@ def check_address(address: str) -> None:
     if not port.isdigit():  # "auto", "local"
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as connection:
+            if uses_tls():
+                return
+            connection.sendall(_PREFACE)
+            if connection.recv(4)[3:] != b"\x04":
+                raise OSError("what listens there is not the head of a cluster (usually port 6379)")
     except OSError as error:
         raise ClusterError(
             f"no Ray cluster answers at {address}: {error.strerror or error}. Start its head node "
             "(`ray start --head`), or correct RAY_ADDRESS or [system] address; without one, Ray is started here."
         ) from error
+
+
+def uses_tls() -> bool:
+    """Whether the processes of the cluster authenticate one another."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
