@@ -190,6 +190,9 @@ def test_a_line_has_the_step_the_rewards_and_the_speed(ledger):
         "entropy 1.5",
     ]
     assert progress.speed() == ["100 tokens/s"]
+    assert progress.notes() == []
+    progress.add("train", step(4, short=2.0, control_rate=0.5))
+    assert progress.notes() == ["2 short groups", "possible reward hacking"]
 
 
 def test_time_left_counts_only_steps_since_a_resume(ledger):
@@ -206,8 +209,11 @@ def test_steps_repeated_after_a_crash_replace_the_earlier_ones(ledger):
     for n in (1, 2, 3, 4):
         Steps(ledger).add("train", step(n))
     progress = TrainingProgress.of(ledger)
+    for n, reward in ((0, 0.1), (4, 0.5), (0, 0.2)):
+        progress.add("eval", Step(n, 0.0, {"reward": reward}))
     progress.add("train", step(3, reward=9.0))
     assert progress.done == 3
+    assert "held-out 0.5" in progress.parts()[2]
     assert "9" in progress.parts()[1]
 
 

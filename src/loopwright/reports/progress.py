@@ -123,7 +123,8 @@ class RunProgress(Observer):
         unscored = self.done - self.scored
         if self.training is not None:
             counted, total = self.training.done, self.training.total
-            parts = [*self.training.parts()[: self.training_parts], formatting.counted(self.done, "rollout")]
+            parts = [*self.training.parts()[: self.training_parts], *self.training.notes()]
+            parts.append(formatting.counted(self.done, "rollout"))
             parts += [f"{number(unscored)} without a reward"] if unscored else []
             parts += self.training.speed()
         elif self.has_rollouts:
@@ -168,7 +169,7 @@ class LogLines(RunProgress):
 
     def __init__(self, book: TrialBook, file: TextIO) -> None:
         super().__init__(book, file)
-        self._next = time.monotonic()
+        self._next, self._printed = time.monotonic(), ""
 
     def show_step(self, kind: Kind, step: Step) -> None:
         if kind == "eval":
@@ -178,10 +179,12 @@ class LogLines(RunProgress):
     def show(self, trial: Trial | None = None) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _LOG_INTERVAL_S
-            print(self.line(), file=self.file, flush=True)
+            self.finish()
 
     def finish(self) -> None:
-        print(self.line(), file=self.file, flush=True)
+        if (line := self.line()) != self._printed:
+            self._printed = line
+            print(line, file=self.file, flush=True)
 
 
 class _StateColumn(TextColumn):

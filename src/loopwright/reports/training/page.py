@@ -121,8 +121,8 @@ def chart_data(digest: TrainingDigest) -> dict[str, Any]:
         tokens = step.numbers.get("tokens")
         durations = [seconds for name in _PHASES if is_number(seconds := step.numbers.get(name))]
         speed = {}
-        # A step that was repeated after a crash did not wait for rollouts.
-        if is_number(tokens) and len(durations) == len(_PHASES) and (seconds := fsum(durations)):
+        # A step that was repeated after a crash did not wait for rollouts; one that was skipped has no tokens.
+        if is_number(tokens) and tokens and len(durations) == len(_PHASES) and (seconds := fsum(durations)):
             speed = {"tokens_per_s": tokens / seconds}
         train.append(Step(step.step, step.at, {**step.numbers, **speed}))
     names = dict.fromkeys([*_TITLES, *(name for step in train for name in step.numbers)])

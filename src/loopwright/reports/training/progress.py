@@ -43,11 +43,10 @@ class TrainingProgress:
         return cls(ledger, about["agent"]["steps"]) if kind_of(about) == "training" else None
 
     def add(self, kind: Kind, step: Step) -> None:
-        """Add a step or an evaluation. After a crash, training may repeat earlier ones."""
-        if step.step <= max(self._steps[kind], default=0):
-            self._steps[kind] = {n: earlier for n, earlier in self._steps[kind].items() if n < step.step}
+        """Add a step or an evaluation. Earlier ones may be repeated; later evaluations stay valid."""
         self._steps[kind][step.step] = step
         if kind == "train":
+            self._steps[kind] = {n: each for n, each in self._steps[kind].items() if n <= step.step}
             self._first = min(self._first, step.step - 1)
 
     @property
@@ -84,15 +83,17 @@ class TrainingProgress:
             parts.append(f"held-out {held_out}")
         for name in ("kl", "entropy"):
             parts += [f"{_CURVES[name]} {number(value, 3)}" for value in self._values("train", name)[-1:]]
-        if short := sum(self._values("train", "short")):
-            parts.append(counted(int(short), "short group"))
-        if hacking_signs([*self._steps["train"].values()]):
-            parts.append("possible reward hacking")
         return parts
 
+    def notes(self) -> list[str]:
+        """What to look into, for one line."""
+        short = int(sum(self._values("train", "short")))
+        notes = [counted(short, "short group")] if short else []
+        return notes + ["possible reward hacking"] * bool(hacking_signs([*self._steps["train"].values()]))
+
     def speed(self) -> list[str]:
-        """Tokens per second for one line, once there is a step."""
-        return [] if self.tokens_per_s is None else [f"{number(round(self.tokens_per_s))} tokens/s"]
+        """Tokens per second for one line, if the last step was trained on any."""
+        return [f"{number(round(self.tokens_per_s))} tokens/s"] if self.tokens_per_s else []
 
     def curves(self) -> Table:
         """A row per curve: its sparkline, its latest and its first value."""
