@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -33,16 +33,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return runner.run(main)
         finally:
             runner.run(_abandon_tasks())
-
-
-async def finish_in_thread(thread: Executor, work: Callable[..., T], *args: Any) -> T:
-    """Run it in this thread. Even a cancelled caller waits for the end: two calls must never overlap."""
-    running = asyncio.get_running_loop().run_in_executor(thread, work, *args)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
 
 
 def _name(task: asyncio.Task[Any]) -> str:

@@ -20,8 +20,9 @@ from loopwright.core.config import overridden
 from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.outcome import Outcome
-from loopwright.core.runtime import finish_in_thread, run
+from loopwright.core.runtime import run
 from loopwright.engines.base import Sampling
+from loopwright.engines.inprocess.engine import finish_in_thread
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps, steps
 from loopwright.reports.curves import Curves, missing_packages

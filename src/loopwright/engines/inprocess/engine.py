@@ -1,18 +1,19 @@
 """The engine in this process: a transformers model that serves many streams as one batch."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
 from loopwright.core.config import Size
 from loopwright.core.errors import Problem
-from loopwright.core.runtime import finish_in_thread
 from loopwright.engines.base import PENALTIES, Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.inprocess.smollm2 import package_problem
+
+T = TypeVar("T")
 
 
 class TransformersConfig(EngineConfig):
@@ -135,3 +136,13 @@ class TransformersEngine(Engine):
         await self.pause()
         await self.resume()  # streams that wait for the end of a pause raise an error
         self._thread.shutdown(wait=True)
+
+
+async def finish_in_thread(thread: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
+    """Run it in this thread. Even a cancelled caller waits for the end: two calls must never overlap."""
+    running = asyncio.get_running_loop().run_in_executor(thread, work, *args)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
