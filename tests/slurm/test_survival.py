@@ -180,6 +180,29 @@ exit 1
     assert sorted(log.read_text().split()) == ["1", "2", "3", "4"]
 
 
+def test_a_cluster_may_allow_no_arrays_and_few_jobs(slurm, tmp_path, monkeypatch):
+    """Given limits below `parallel`, jobs are submitted one by one, and wait for those in the queue."""
+    program, refusal = tmp_path / "bin" / "sbatch", "sbatch: error: Batch job submission failed:"
+    program.parent.mkdir()
+    program.write_text(f"""#!/bin/sh
+case "$*" in
+*--test-only*) ;;
+*--array=*) echo "{refusal} Invalid job array specification" >&2; exit 1 ;;
+*) [ $(squeue --noheader --states=PD,R | wc -l) -lt 2 ] || {{
+    echo "{refusal} Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)" >&2; exit 1
+}} ;;
+esac
+exec {shutil.which("sbatch")} "$@"
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    one = campaign(tmp_path, 6, parallel=4)
+    result = one.call()
+    assert result.code == 0, result.err
+    assert "Waiting for those in its queue" in result.err
+    assert attempts_of(one) == {n: ["ok"] for n in range(1, 7)}
+
+
 def test_accounting_may_lag(slurm, tmp_path, monkeypatch):
     """Given a queue that forgets jobs at once and accounting that shows them late, a lost job is found to be lost."""
     programs = tmp_path / "bin"

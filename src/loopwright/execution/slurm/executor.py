@@ -34,6 +34,7 @@ _LAG_S = 60.0
 _PATIENCE_S = 900.0
 """How long Slurm may be out of reach before a submission counts as failed."""
 _MAX_ARRAY = 500
+_EMPTY = "#!/bin/sh\n"
 _SCRIPT = """#!/bin/sh
 base={base}."${{SLURM_ARRAY_TASK_ID:-0}}"
 tries=0
@@ -94,7 +95,7 @@ class SlurmExecutor(Executor):
         self._cannot_cancel_s: float | None = None
         """Since when Slurm does not take our cancellations."""
         self._table: dict[tuple[str, int], JobInfo] = {}
-        self._accepted = False
+        self._accepted = self._is_full = False
 
     # -- one command --------------------------------------------------------------------------------------------
 
@@ -380,16 +381,35 @@ class SlurmExecutor(Executor):
             await asyncio.sleep(_TICK_S)
         return next((info.id.partition("_")[0] for key, info in self._table.items() if key[0] == name), "")
 
-    async def _refuse(self, batch: Sequence[SlurmJob], error: SubmitError) -> None:
-        """End jobs that Slurm does not take. If it takes none at all, the run ends."""
-        if not self._accepted and not error.transient:
-            smallest = self._system.sbatch("lw-test", 1, 0, None, ["--test-only"])
-            try:
-                await self.queue.submit(smallest, "#!/bin/sh\n")
-            except SubmitError:
+    async def _refuse(self, batch: list[SlurmJob], error: SubmitError) -> None:
+        """End jobs that Slurm does not take, unless it takes fewer at a time. If it takes none at all, the run ends."""
+        if not error.transient:
+            if not self._accepted and not await self._would_take(1, 0, None):
                 raise ClusterError(f"Slurm refuses every job: {error}. Check [system].") from error
+            if await self._would_take(*batch[0].request):
+                # An array is larger than the cluster allows, or the user has as many jobs as the cluster allows.
+                if len(batch) > 1:
+                    middle = len(batch) // 2
+                    await self._submit(batch[:middle])
+                    await self._submit(batch[middle:])
+                    return
+                if any(job.submitted and not job.ended.done() for job in self._jobs):
+                    if not self._is_full:
+                        log.warning("Slurm takes no further job: %s. Waiting for those in its queue.", error)
+                    self._is_full = True
+                    await asyncio.sleep(self._system.poll_s)
+                    self._path(batch[0], "json").unlink(missing_ok=True)
+                    self._resubmit(batch[0])
+                    return
         for job in batch:
             self._finish(job, LaunchError(f"Slurm refuses the job: {error}", infra=error.transient))
+
+    async def _would_take(self, nodes: int, gpus: int, timeout_s: float | None) -> bool:
+        try:
+            await self.queue.submit(self._system.sbatch("lw-test", nodes, gpus, timeout_s, ["--test-only"]), _EMPTY)
+        except SubmitError:
+            return False
+        return True
 
     def _write_spec(self, job: SlurmJob, path: Path) -> None:
         command = job.command
