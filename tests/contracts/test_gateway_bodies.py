@@ -5,11 +5,13 @@ import gzip
 import io
 import os
 import signal
+import threading
 
 import aiohttp
 import openai
 import pytest
 
+from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.server.body_worker import LARGE_BYTES, BodyWorker
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.template import FamilyTemplate
@@ -280,3 +282,23 @@ def test_t15_a_request_adds_a_limited_number_of_messages(tmp_path):
             await chat(client, [user("a")] * 6000)
 
     run(story)
+
+
+def test_t15_a_large_response_is_written_by_a_thread(monkeypatch):
+    render, in_loop = ChatCompletions.render, []
+    monkeypatch.setattr(
+        ChatCompletions,
+        "render",
+        lambda *given: in_loop.append(threading.current_thread() is threading.main_thread()) or render(*given),
+    )
+
+    async def story():
+        async with serve(Replier("x" * 5000)) as gateway, client_of(await gateway.open()) as client:
+            for alternatives in (0, 1):
+                answer = await chat(client, [user("a")], logprobs=True, top_logprobs=alternatives)
+                entries = answer.choices[0].logprobs.content
+                assert "".join(each.token for each in entries) == "x" * 5000
+                assert {len(each.top_logprobs) for each in entries} == {alternatives}
+
+    run(story)
+    assert in_loop == [True, False]

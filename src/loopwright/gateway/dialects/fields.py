@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -237,4 +238,9 @@ def alternatives(tokenizer: Tokenizer, tops: Tops | None, index: int, top: int) 
 
 
 def _logprob_entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
+    return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
+
+
+@lru_cache(maxsize=2**16)
+def _bytes(token: str) -> list[int]:
+    return list(token.encode("utf-8", "replace"))

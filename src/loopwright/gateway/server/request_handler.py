@@ -48,6 +48,8 @@ _CLIENT_LEFT = 499
 """The status of a request whose client left before the response."""
 _MAX_NAMES, _MAX_NAME = 32, 80
 """How many ignored fields a header names, and how many characters of each."""
+_MAX_VALUES = 8192
+"""Tokens and alternatives of a response that the event loop writes: it takes a few milliseconds."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -260,8 +262,13 @@ class RequestHandler:
                 if turn_request.return_token_ids:
                     prompts = call.prompts()
                     turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
-                body = dialect.render(turn_request, call.id, turns)
-                response = await _send_json(request, body, _notice(call) if call.record.ignored else {})
+                values = sum(len(turn.ids) for turn in turns) * (1 + turn_request.top_logprobs)
+
+                def write() -> bytes:
+                    return _as_json(dialect.render(turn_request, call.id, turns))
+
+                data = write() if values <= _MAX_VALUES else await asyncio.to_thread(write)
+                response = await _send(request, data, _notice(call) if call.record.ignored else {})
             if (transport := request.transport) is not None and not transport.is_closing():
                 self.guard.last_calls[request.protocol], is_delivered = call, True
             return response
@@ -394,15 +401,11 @@ class _SentResponse(web.Response):
 _SENT = _SentResponse()
 
 
-async def _send_json(request: web.Request, data: Any, headers: Mapping[str, str]) -> web.StreamResponse:
-    """Send data as JSON at once. An unusual response is left to aiohttp, which takes several times as long."""
+async def _send(request: web.Request, body: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
+    """Send JSON at once. An unusual response is left to aiohttp, which takes several times as long."""
     transport, is_usual = request.transport, request.keep_alive and request.version == HttpVersion11
     if not is_usual or transport is None or transport.is_closing():
-        return json_response(data, headers=headers)
-    try:
-        body = orjson.dumps(data)
-    except TypeError:
-        return json_response(data, headers=headers)
+        return _response(body, 200, headers)
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nDate: {rfc822_formatted_time()}\r\n"
     for name, value in headers.items():
         head += f"{name}: {value}\r\n"
@@ -413,11 +416,18 @@ async def _send_json(request: web.Request, data: Any, headers: Mapping[str, str]
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Data as JSON."""
+    return _response(_as_json(data), status, headers or {})
+
+
+def _response(body: bytes, status: int, headers: Mapping[str, str]) -> web.Response:
+    return web.Response(body=body, status=status, headers={"content-type": "application/json", **headers})
+
+
+def _as_json(data: Any) -> bytes:
     try:
-        body = orjson.dumps(data)
+        return orjson.dumps(data)
     except TypeError:  # an integer of more than 64 bits, in the arguments of a call
-        body = json.dumps(data).encode()
-    return web.Response(body=body, status=status, headers={"content-type": "application/json", **(headers or {})})
+        return json.dumps(data).encode()
 
 
 def _notice(call: SessionCall) -> dict[str, str]:

@@ -144,7 +144,9 @@ class SessionCall:
 
     def prompts(self) -> list[tuple[int, ...]]:
         """The ids that the engine was given for each choice."""
-        return [self.owner.session.prompt_ids(draft) for draft in self.drafts]
+        places = {(draft.parent, draft.opening): draft for draft in self.drafts}  # choices share theirs
+        prompts = {place: self.owner.session.prompt_ids(draft) for place, draft in places.items()}
+        return [prompts[draft.parent, draft.opening] for draft in self.drafts]
 
     async def result(self) -> Sequence[Turn]:
         """The turns, once they are committed."""
