@@ -9,6 +9,7 @@ import threading
 
 import aiohttp
 import openai
+import orjson
 import pytest
 
 from loopwright.gateway.dialects.chat import ChatCompletions
@@ -280,6 +281,40 @@ def test_t15_a_request_adds_a_limited_number_of_messages(tmp_path):
             assert str(traces(session)) == before
             await chat(client, [user("a")] * 4000)
             await chat(client, [user("a")] * 6000)
+
+    run(story)
+
+
+CALLS = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(5000)]
+TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(1025)]
+
+
+def called(arguments):
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": CALLS}]}, "2 of them are new, with 5000 tool"),
+        ({"messages": [user("a"), called(f"[{'0,' * 60_000}0]")]}, "characters or 50000 values"),
+        ({"messages": [user("a"), called(f'{{"a": "{"x" * 2**22}"}}')]}, "more than 4194304 characters"),
+        ({"messages": [user("a")], "tools": TOOLS}, "tools: at most 1024, got 1025"),
+        ({"messages": [user("a")], "stop": ["x"] * 129}, "stop: at most 128 texts, got 129"),
+    ],
+    ids=["calls", "values", "characters", "tools", "stops"],
+)
+def test_t15_what_would_hold_the_event_loop_is_limited(body, message):
+    async def story():
+        async with serve() as gateway:
+            session = await gateway.open()
+            async with aiohttp.ClientSession() as http:
+                url = f"{session.openai_base_url}/chat/completions"
+                data = io.BytesIO(orjson.dumps(body))
+                status, answer, _ = await send(http, "POST", url, key=session.key, data=data)
+            assert status == 400
+            assert message in answer["error"]["message"]
+            assert len(session.served.session.graph.nodes) == 1
 
     run(story)
 

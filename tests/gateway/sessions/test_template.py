@@ -18,7 +18,7 @@ from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.sessions.model_template import template_of
 from loopwright.gateway.sessions.session import Session
 from loopwright.gateway.sessions.template import ChatML, Llama3, PlainText, TemplateError
-from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, ObjectScanner
+from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, ObjectScanner, is_json_object
 from loopwright.gateway.sessions.turn_options import TurnOptions
 from loopwright.gateway.sessions.turn_parser import TurnParser
 
@@ -202,6 +202,20 @@ def test_what_ends_as_an_object_is_one_and_only_that(text):
     if scanned.invalid:
         with pytest.raises(ValueError):  # noqa: PT011  of whatever kind
             json.loads("{" + text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(alphabet='{}[]":,\\u0dn1-e. truefalsn\ud800é', max_size=24).map(lambda text: "{" + text)
+    | ARGUMENTS.map(json.dumps)
+    | st.integers(60, 70).map(lambda depth: '{"a":' * depth + "1" + "}" * depth)
+    | st.integers(3999, 4002).map(lambda digits: '{"a": %s, "b": 1e999}' % ("1" * digits))
+    | st.integers(3999, 4002).map(lambda digits: '{"a": %s}' % ("1" * digits))
+)
+def test_an_object_is_what_the_scanner_takes_for_one(text):
+    scanned = ObjectScanner()
+    scanned.scan(text.strip())
+    assert is_json_object(text) == (scanned.complete and not scanned.rest)
 
 
 # -- conversations -----------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ _MAX_PREFIXES, _MAX_BYTES = 4, 2**22
 """Conversations of a session that are remembered by their bytes, and how many bytes each may have."""
 _MAX_TAIL_BYTES = 2**16
 """What is remembered of the fields after a conversation."""
+_MAX_TOOLS = 1024
 _LISTS = (b'"messages"', b'"input"')
 """The dialects' names for the list that grows."""
 _SPACE, _BRACE = b" \t\r\n", ord("}")
@@ -226,7 +227,9 @@ class Dialect(ABC):
         settings = {name: value for name, value in settings.items() if value not in ({}, [])}  # which say nothing
         ignored = self.known_fields.ignored(settings)
         for name in ("tools", "functions"):
-            ignored |= ignored_tool_fields(settings.get(name))
+            if isinstance(tools := settings.get(name), list) and len(tools) > _MAX_TOOLS:
+                raise BadRequest(f"{name}: at most {_MAX_TOOLS}, got {len(tools)}", name)
+            ignored |= ignored_tool_fields(tools)
         request = self.parse_settings(settings, messages)
         options = replace(request.options, chat_template_kwargs=template_arguments(settings))
         return_ids = flag(settings, "return_token_ids")

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from loopwright.gateway.sessions.tool_calls import Tool
 if TYPE_CHECKING:
     from loopwright.gateway.sessions.turn import Delta, Turn
 
-MAX_CHOICES = 128
+MAX_CHOICES = MAX_STOPS = 128
 _END_THINK = "</think>"
 _MAX_REPR = 60
 _OPENAI_ERRORS = {
@@ -111,7 +111,15 @@ def openai_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise BadRequest("stop: expected a text or a list of texts", "stop")
-    return tuple(stop for stop in stops if stop)
+    return checked_stops(stop for stop in stops if stop)
+
+
+def checked_stops(stops: Iterable[str]) -> tuple[str, ...]:
+    """Stop strings, which are searched for after each token."""
+    result = tuple(stops)
+    if len(result) > MAX_STOPS:
+        raise BadRequest(f"stop: at most {MAX_STOPS} texts, got {len(result)}", "stop")
+    return result
 
 
 def includes_usage(body: Mapping[str, Any]) -> bool:

@@ -120,7 +120,7 @@ class Messages(Dialect):
             messages,
             sampling(self.defaults, body, ("max_tokens",), self.tokenizer.size),
             tools=tools,
-            stop=tuple(
+            stop=fields.checked_stops(
                 fields.non_empty_text(stop, f"stop_sequences.{index}") for index, stop in enumerate(stops or ())
             ),
             stream=fields.flag(body, "stream"),

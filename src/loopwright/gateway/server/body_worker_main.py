@@ -29,8 +29,8 @@ HEADER = struct.Struct(">QQ")
 """Before each message: how long its description and its body are."""
 _MAX_VALUES = 200_000
 """JSON values of a body, besides the tokens of a prompt that is a list of ids."""
-_MAX_SETTINGS_CHARS = 2**22
-"""Text of a body besides its conversation, such as tools."""
+_MAX_SETTINGS, _MAX_SETTINGS_CHARS = 50_000, 2**22
+"""JSON values and text of a body besides its conversation, such as tools."""
 _SLICE_CHARS = 2**16
 _CACHE_BYTES = 2**26
 """Ids of texts that are remembered: an agent sends its whole conversation in every request."""
@@ -128,7 +128,7 @@ class BodyPreparer:
         conversation = [content[name] for name in dialect.conversation_fields if name in content]
         settings = [value for name, value in content.items() if name not in dialect.conversation_fields]
         all_texts = list(_texts(conversation, _MAX_VALUES + limit))
-        if sum(map(len, _texts(settings, _MAX_VALUES))) > _MAX_SETTINGS_CHARS:
+        if sum(map(len, _texts(settings, _MAX_SETTINGS))) > _MAX_SETTINGS_CHARS:
             raise _TooLargeError(f"the request has more than {_MAX_SETTINGS_CHARS} characters besides its messages")
         try:
             request = dialect.parse(content)

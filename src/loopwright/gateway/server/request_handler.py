@@ -49,7 +49,7 @@ _CLIENT_LEFT = 499
 _MAX_NAMES, _MAX_NAME = 32, 80
 """How many ignored fields a header names, and how many characters of each."""
 _MAX_VALUES = 8192
-"""Tokens and alternatives of a response that the event loop writes: it takes a few milliseconds."""
+"""Tokens and alternatives of a response that the event loop writes itself: that takes a few milliseconds."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -262,7 +262,7 @@ class RequestHandler:
                 if turn_request.return_token_ids:
                     prompts = call.prompts()
                     turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
-                values = sum(len(turn.ids) for turn in turns) * (1 + turn_request.top_logprobs)
+                values = sum(len(turn.ids) * (1 + turn_request.top_logprobs) + len(turn.prompt_ids) for turn in turns)
 
                 def write() -> bytes:
                     return _as_json(dialect.render(turn_request, call.id, turns))

@@ -37,7 +37,9 @@ _INLINE = re.compile(rf"\s*{THINK}(.*?){END_THINK}(.*)", re.DOTALL)
 _MAX_RECENT = 4
 """Conversations of a session that are remembered exactly as they were sent."""
 _MAX_NEW = 5000
-"""Messages that one request may add: each takes 10 µs of the event loop, however short it is."""
+"""Messages and tool calls that one request may add: each takes 10 µs of the event loop, however short it is."""
+_MAX_VALUES, _MAX_CHARS = 50_000, 2**22
+"""What the arguments of those calls may have together. Values are counted by commas; each takes a microsecond."""
 _OWN_REFERENCES = 3
 """Those to the ids of the latest prompt, if nobody else has any: the graph's, a local one, and that of the count."""
 packer = lru_cache(1024)(struct.Struct)
@@ -110,8 +112,7 @@ class Graph:
             sent = _arranged(messages)
             recent = self._find_recent(sent, context)
         _, prefix, _, nodes = recent
-        if len(sent) - len(prefix) > _MAX_NEW:
-            raise ValueError(f"messages: {len(sent) - len(prefix)} of them are new; a request may add {_MAX_NEW}")
+        _check_size(sent[len(prefix) :])
         more = [copy_message(message) for message in sent[len(prefix) :]]
         messages, keys = [*prefix, *more], [key_of(message) for message in more]
         latest = self._latest_placement
@@ -121,7 +122,8 @@ class Graph:
             if not prefix and any(context):
                 keys[0] = self._first_key(keys[0], context)
             nodes, count = self._match(nodes, more, keys)
-            placement = self._extend(nodes[-1], len(prefix) + count, messages, context, options)
+            known_keys = dict(enumerate(keys, len(prefix)))
+            placement = self._extend(nodes[-1], len(prefix) + count, messages, known_keys, context, options)
             key = keys[count] if count < len(keys) else None
             if key is not None and not key[3] and (nodes[-1], (*key[:3], _ANY)) in self._by_key:
                 reason = f"message {len(prefix) + count + 1} lacks its reasoning"
@@ -145,8 +147,7 @@ class Graph:
     def _first_key(self, key: Key, context: _Context) -> Key:
         """The first message is rendered with the tools: with other tools it is another message."""
         if context != self._context_json[0]:
-            parts = [json.dumps(part, sort_keys=True) for part in context if part]
-            self._context_json = context, "".join(parts)
+            self._context_json = context, "".join(map(sorted_json, filter(None, context)))
         role, text, calls, reasoning = key
         return role, text, calls + self._context_json[1], reasoning
 
@@ -182,7 +183,13 @@ class Graph:
         return is_end and raw.rstrip()[: -len(rest)].rstrip().endswith(shown)
 
     def _extend(
-        self, last: int, count: int, messages: list[Message], context: _Context, options: TurnOptions
+        self,
+        last: int,
+        count: int,
+        messages: list[Message],
+        known_keys: Mapping[int, Key],
+        context: _Context,
+        options: TurnOptions,
     ) -> Placement:
         """Add what follows the first `count` messages, which lead to the node `last`.
 
@@ -213,9 +220,9 @@ class Graph:
         for index, added in enumerate(continuation.messages, start):
             end += len(added)
             if index >= start + used:
-                key = key_of(messages[index])
-                if index == 0 and any(context):
-                    key = self._first_key(key, context)
+                if (key := known_keys.get(index)) is None:
+                    key = key_of(messages[index])
+                    key = self._first_key(key, context) if index == 0 and any(context) else key
                 own = tuple(ids[at : max(at, end)])
                 node, at = self.add(Node(node, messages[index], own, (0.0,) * len(own)), key), max(at, end)
         if count < len(messages) and siblings:
@@ -377,6 +384,19 @@ class Graph:
 # -- messages as agents send them ------------------------------------------------------------------------------------
 
 
+def _check_size(messages: Sequence[Message]) -> None:
+    """ValueError if these messages would hold the event loop, although they are no longer than a prompt may be."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    if len(messages) + len(calls) > _MAX_NEW:
+        with_calls = f", with {len(calls)} tool calls" if calls else ""
+        raise ValueError(f"messages: {len(messages)} of them are new{with_calls}; a request may add {_MAX_NEW}")
+    functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
+    arguments = [str(each.get("arguments")) for each in functions if isinstance(each, Mapping)]
+    if sum(map(len, arguments)) > _MAX_CHARS or sum(text.count(",") for text in arguments) > _MAX_VALUES:
+        limits = f"{_MAX_CHARS} characters or {_MAX_VALUES} values"
+        raise ValueError(f"messages: the arguments of new tool calls have more than {limits}")
+
+
 def copy_message(message: Message) -> dict[str, Any]:
     """A message as our own plain data, which its sender cannot change later."""
     is_plain = len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str
@@ -447,7 +467,7 @@ def key_of(message: Mapping[str, Any]) -> Key:
                 with suppress(ValueError):
                     arguments = from_json(arguments, allow_partial=True)
             pairs.append((name, _normalize(arguments)))
-        calls = json.dumps(pairs, sort_keys=True)
+        calls = sorted_json(pairs)
     if role != "assistant":
         return role, text, calls, ""
     # Agents trim a message before they send it back; its tokens stay as they were sampled.
@@ -455,6 +475,14 @@ def key_of(message: Mapping[str, Any]) -> Key:
     if reasoning is None and THINK in text:
         reasoning, text = _split_reasoning(text)
     return role, text.strip(), calls, _ANY if reasoning is None else str(reasoning)
+
+
+def sorted_json(value: Any) -> str:
+    """A value as JSON with sorted keys."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    except TypeError:  # an integer of more than 64 bits
+        return json.dumps(value, sort_keys=True)
 
 
 def _normalize(value: Any) -> Any:

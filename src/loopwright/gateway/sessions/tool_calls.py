@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 Tool = Mapping[str, Any]
 """A tool as OpenAI describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
@@ -20,6 +22,8 @@ _MAX_DEPTH = 64
 """Arguments that are nested deeper are malformed: clients differ in how deep they can parse."""
 _MAX_NUMBER = 4000
 """Characters of a number; longer ones are malformed."""
+_LONG_WORD = re.compile(rf"(?<![-+.\w])[-+.\w]{{{_MAX_NUMBER + 1}}}")
+"""It may be a number that is too long."""
 _MAX_NAME = 512
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -259,6 +263,25 @@ def parse_call(text: str) -> tuple[str, str] | None:
 
 def is_json_object(text: str) -> bool:
     """Whether this is a JSON object that every client can parse: not too deep, and with finite numbers."""
-    scanner = ObjectScanner()
-    scanner.scan(text.strip())
+    text = text.strip()
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        if text.isascii():
+            return False
+    else:
+        if not _LONG_WORD.search(text):
+            return isinstance(value, dict) and not _is_deep(value)
+    scanner = ObjectScanner()  # which takes a hundred times as long
+    scanner.scan(text)
     return scanner.complete and not scanner.rest
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    level: list[Any] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        inner = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [item for item in inner if isinstance(item, dict | list)]
+    return depth > _MAX_DEPTH
