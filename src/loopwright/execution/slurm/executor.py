@@ -30,7 +30,8 @@ _TICK_S = 0.05
 _SETTLE_S = 15.0
 """How long we look for the result of a job that has ended: shared file systems show new files late."""
 _LAG_S = 60.0
-"""How long a job may be neither in the queue nor in accounting before it counts as lost."""
+"""How long a job may be neither in the queue nor in accounting before it counts as lost; and how long Slurm may take no
+job although it has none of ours."""
 _PATIENCE_S = 900.0
 """How long Slurm may be out of reach before a submission counts as failed."""
 _MAX_ARRAY = 500
@@ -63,6 +64,8 @@ class SlurmJob:
     """Since when it is known to have ended."""
     missing_s: float | None = None
     """Since when the queue does not show it."""
+    refused_s: float | None = None
+    """When Slurm last took no further job although it had some of ours, or first took none."""
     polls: int = 0
     """How many answers of the queue it has seen."""
     record: dict[str, Any] = field(default_factory=dict)
@@ -393,13 +396,16 @@ class SlurmExecutor(Executor):
                     await self._submit(batch[:middle])
                     await self._submit(batch[middle:])
                     return
-                if any(job.submitted and not job.ended.done() for job in self._jobs):
+                job, now_s = batch[0], time.monotonic()
+                if job.refused_s is None or any(other.submitted and not other.ended.done() for other in self._jobs):
+                    job.refused_s = now_s
+                if now_s < job.refused_s + _LAG_S:
                     if not self._is_full:
                         log.warning("Slurm takes no further job: %s. Waiting for those in its queue.", error)
                     self._is_full = True
                     await asyncio.sleep(self._system.poll_s)
-                    self._path(batch[0], "json").unlink(missing_ok=True)
-                    self._resubmit(batch[0])
+                    self._path(job, "json").unlink(missing_ok=True)
+                    self._resubmit(job)
                     return
         for job in batch:
             self._finish(job, LaunchError(f"Slurm refuses the job: {error}", infra=error.transient))
