@@ -10,9 +10,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start thousands of processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-verifiers test-inspect test-clients test-agents check bench docs site wheel clean
+.PHONY: setup help demo demo-train test test-slow test-engines test-harbor test-verl test-verifiers test-inspect test-clients test-agents check bench docs site wheel clean
 
 setup: $(VENV)/.ready  ## a virtual environment with Loopwright, all its extras and tools
+
+help:  ## this list
+	@awk -F '##' '/^[a-z-]+:.*##/ {sub(":.*", "", $$1); printf "%-15s%s\n", $$1, $$2}' Makefile
 
 $(VENV)/.core: pyproject.toml constraints.txt  # Loopwright itself, without extras
 	@$(INTERPRETER) --version >/dev/null || { echo "Loopwright needs Python 3.11 or later. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
