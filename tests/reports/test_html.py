@@ -102,6 +102,8 @@ def test_a_confirmed_front_stands_beside_its_baseline(begin, tmp_path):
 
 def test_a_trial_that_was_stopped_early_has_not_failed(begin, tmp_path):
     run = begin()
+    run.add({"tile": 4}, outcome=Outcome.STOPPED, reason="asha: loss = nan at step 3")
+    assert "No trial has a result. All that ended were stopped early" in words(tmp_path)
     for reward in (1.0, 2.0):
         run.add({"tile": 8}, reward)
     run.add({"tile": 16}, outcome=Outcome.STOPPED, reason="asha: loss = 3 at step 9")
