@@ -305,6 +305,8 @@ def test_an_undone_write_leaves_the_chain_whole(tmp_path):
         for hold in (True, False):
             with pytest.raises(LedgerError):
                 ledger.reserve([trial(2), trial(1)], {"note": 1}, hold=hold)
+            with pytest.raises(LedgerError):
+                ledger.reserve([trial(1)], hold=hold)
         ledger.commit(trial(1), OK)
         with pytest.raises(LedgerError, match="finished already"):
             ledger.commit(trial(1), OK)

@@ -178,7 +178,8 @@ class Ledger(AbstractContextManager["Ledger"]):
 
         With `hold` it is on disk only after the next `flush` or `attempt`; one comes before anything is started.
         """
-        with self.transaction.held if hold else self.transaction as connection:
+        transaction = self.transaction.held if hold else self.transaction
+        with transaction.single if len(trials) == 1 and note is None else transaction as connection:
             for t in trials:
                 drawn = (text(t.regime) if t.regime else "{}", text(t.noise) if t.noise else "{}")
                 draw = (t.draw, *drawn, t.phase, float(t.reserved_at))
@@ -193,16 +194,15 @@ class Ledger(AbstractContextManager["Ledger"]):
 
         It belongs to the open attempt at the trial, whose number is returned; if there is none, it opens one.
         """
-        attempt, started_at = 1, time.time()
-        with self.transaction as connection:
-            event = link(self.chain.last, "attempt", number, "1", (handle, started_at, None, None, None))
-            if connection.execute(_INSERT_FIRST_ATTEMPT, (number, handle, started_at, *event)).rowcount == 1:
+        row = (handle, time.time(), None, None, None)
+        with self.transaction.single as connection:
+            event = link(self.chain.last, "attempt", number, "1", row)
+            if connection.execute(_INSERT_FIRST_ATTEMPT, (number, *row[:2], *event)).rowcount == 1:
                 self.chain.last = event
-            else:
-                ((attempt, started_at),) = connection.execute(
-                    _SET_ATTEMPT, (number, handle, started_at, number)
-                ).fetchall()
-                self.chain.add("attempt", number, (handle, started_at, None, None, None), str(attempt))
+                return 1
+        with self.transaction as connection:
+            ((attempt, started_at),) = connection.execute(_SET_ATTEMPT, (number, *row[:2], number)).fetchall()
+            self.chain.add("attempt", number, (handle, started_at, *row[2:]), str(attempt))
         return int(attempt)
 
     def commit(self, trial: Trial, result: Result, *, hold: bool = False, replaces: Outcome = Outcome.ABORTED) -> Trial:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
@@ -187,23 +188,31 @@ class Transaction:
     """Writes under a lock: all of a transaction or nothing. A class, because this is the hot path.
 
     `with transaction:` commits at the end, together with everything held before it. `with transaction.held:` leaves the
-    commit to the next writer, so that what belongs together costs one commit.
+    commit to the next writer, so that what belongs together costs one commit. `with transaction.single:` and `with
+    transaction.held.single:` are the same for one statement: if it fails, SQLite itself undoes all of it.
     """
 
-    def __init__(
-        self, path: Path, connection: sqlite3.Connection, held_lock: Any = None, chain: Chain | None = None
-    ) -> None:
-        self._path, self._connection, self._joins, self._chain = path, connection, False, chain
+    single: "Transaction"
+    held: "Transaction"
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, chain: Chain | None = None) -> None:
+        self._path, self._connection, self._chain = path, connection, chain
+        self._lock = threading.RLock()
+        self._commits, self._saves, self._joins = True, True, False
         self._before: Any = None
-        self._commits, self._lock = held_lock is None, held_lock or threading.RLock()
-        if held_lock is None:
-            self.held = Transaction(path, connection, self._lock, chain)
+        self.held, self.single = copy(self), copy(self)
+        self.held._commits = self.single._saves = False
+        self.held.single = copy(self.held)
+        self.held.single._saves = False
 
     def __enter__(self) -> sqlite3.Connection:
         self._lock.acquire()
         try:
             self._joins = self._connection.in_transaction
-            self._connection.execute("SAVEPOINT joined" if self._joins else "BEGIN IMMEDIATE")
+            if not self._joins:
+                self._connection.execute("BEGIN IMMEDIATE")
+            elif self._saves:
+                self._connection.execute("SAVEPOINT joined")
             self._before = None if self._chain is None else self._chain.last
         except sqlite3.Error as error:
             self._lock.release()
@@ -214,14 +223,14 @@ class Transaction:
         try:
             if error is not None:
                 # Undo this part, and not what others hold. A full disk may have undone everything already.
-                if self._connection.in_transaction:
+                if self._connection.in_transaction and (self._saves or not self._joins):
                     self._connection.execute("ROLLBACK TO joined" if self._joins else "ROLLBACK")
                 self._undo()
             elif self._commits:
                 self._connection.execute("COMMIT")
                 if self._chain is not None and self._chain.last is not self._chain.committed:
                     self._chain.publish()
-            elif self._joins:
+            elif self._joins and self._saves:
                 self._connection.execute("RELEASE joined")
         except sqlite3.Error as refused:
             if self._connection.in_transaction:
@@ -240,7 +249,7 @@ class Transaction:
     def flush(self) -> None:
         """Commit everything held."""
         if self._connection.in_transaction:
-            with self:
+            with self.single:
                 pass
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
