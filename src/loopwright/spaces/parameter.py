@@ -160,16 +160,14 @@ class Range(Parameter):
         return (number - self.low) / (self.high - self.low)
 
     def decode(self, number: float) -> Any:
-        if math.isnan(number):
-            raise InvalidAction(f"{number} is not a position in 0..1")
         unit = float(number)
-        if unit >= 1.0 or unit <= 0.0:  # exactly the ends, without rounding errors
+        if 0.0 < unit < 1.0:
+            value = self.low * (self.high / self.low) ** unit if self.log else self.low + unit * (self.high - self.low)
+            value = min(self.high, max(self.low, value))
+        elif math.isnan(unit):
+            raise InvalidAction(f"{number} is not a position in 0..1")
+        else:  # exactly the ends, without rounding errors
             value = self.high if unit >= 1.0 else self.low
-        elif self.log:
-            value = self.low * (self.high / self.low) ** unit
-        else:
-            value = self.low + unit * (self.high - self.low)
-        value = min(self.high, max(self.low, value))
         return round(value) if self.dtype == "int" else value
 
 
