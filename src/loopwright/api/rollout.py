@@ -61,7 +61,7 @@ def rollout(
                     "loop": loop_table,
                     "judger": {"type": "length"} if judger is None else _judger_table(judger),
                 },
-                "engine": _engine_table(engine),
+                "engine": _table("engine", engine_config(engine) if isinstance(engine, str) else engine),
             }
         ],
     }
@@ -100,6 +100,8 @@ def _table(name: str, item: Any) -> dict[str, Any]:
         return dict(item)
     if isinstance(item, str):
         return {"type": item}
+    if isinstance(item, EngineConfig):
+        return {"type": item.type, **item.model_dump(mode="json", exclude_unset=True)}
     if isinstance(item, type):
         return {"type": register(name, item)}
     if not hasattr(item, "config"):
@@ -121,11 +123,3 @@ def _judger_table(judger: Any) -> dict[str, Any]:
     if isinstance(judger, type) and issubclass(judger, BaseJudger):
         return {"name": name, **_table("judger", judger)}
     return {"type": "python", "function": register(name, judger), "name": name}
-
-
-def _engine_table(engine: Any) -> dict[str, Any]:
-    if isinstance(engine, str):
-        engine = engine_config(engine)
-    if isinstance(engine, EngineConfig):
-        return {"type": engine.type, **engine.model_dump(mode="json", exclude_unset=True)}
-    return _table("engine", engine)
