@@ -68,20 +68,16 @@ def rollout(
     try:
         study = run(scenario, output)
     except ScenarioError as error:
-        problems = [Problem(_argument(p.key), p.message.replace(f"{objects.__name__}:", "")) for p in error.problems]
+        problems = []
+        for problem in error.problems:  # name the argument that a key of the scenario comes from
+            key = problem.key.replace("[run.engine] ", "engine.").replace("[run.engine]", "engine").rpartition("] ")[2]
+            key = "samples" if key in ("trials", "group_size") else key.removesuffix(".type")
+            problems.append(Problem(key, problem.message.replace(f"{objects.__name__}:", "")))
         raise ScenarioError("rollout", problems) from None
     order = {row["id"]: index for index, row in enumerate(rows)}
     with Ledger.read(study.output / study.run / "ledger.db") as ledger:
         episodes = [rollout.episode for rollout in rollouts(ledger)]
     return sorted(episodes, key=lambda episode: order[episode.task.id])
-
-
-def _argument(key: str) -> str:
-    """The argument of `rollout` that a key of its scenario comes from."""
-    if key.startswith("[run.engine]"):
-        return key.replace("[run.engine] ", "engine.").replace("[run.engine]", "engine").removesuffix(".type")
-    name = key.rpartition("] ")[2]
-    return "samples" if name in ("trials", "group_size") else name
 
 
 def _row(task: Task | Mapping[str, Any] | str, id: str) -> dict[str, Any]:

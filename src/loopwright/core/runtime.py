@@ -35,12 +35,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             runner.run(_abandon_tasks())
 
 
-def _name(task: asyncio.Task[Any]) -> str:
-    """The name that a task was given, or that of its code."""
-    name = task.get_name()
-    return getattr(task.get_coro(), "__qualname__", name) if name.startswith("Task-") else name
-
-
 async def _abandon_tasks() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
@@ -48,7 +42,11 @@ async def _abandon_tasks() -> None:
     if not tasks:
         return
     _, stubborn = await asyncio.wait(tasks, timeout=_GRACE_S)
-    for name, count in Counter(map(_name, stubborn)).items():
+    names = Counter[str]()
+    for task in stubborn:
+        name = task.get_name()
+        names[getattr(task.get_coro(), "__qualname__", name) if name.startswith("Task-") else name] += 1
+    for name, count in names.items():
         times = f" ({count} times)" if count > 1 else ""
         log.warning("%s ignored its cancellation for %g s and is abandoned%s", name, _GRACE_S, times)
     for task in stubborn:
