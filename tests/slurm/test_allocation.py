@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+import loopwright
 from loopwright.core.outcome import Outcome
 from tests.slurm.campaign import attempts_of, campaign, eventually, jobs_of, trials_of
 from tests.survival.campaign import end_of
@@ -45,3 +46,39 @@ def test_c02_resume_continues_with_the_allocation(slurm, tmp_path):
     assert len(set(jobs_of(slurm)) - before) == 1
     assert [(trial.number, trial.metrics["y"]) for trial in trials_of(one)] == [(n, n) for n in range(1, 7)]
     assert attempts_of(one) == {n: ["ok"] for n in range(1, 7)}
+
+
+@pytest.mark.slow
+def test_c05_functions_share_no_device(slurm, tmp_path):
+    """Given an allocation of two nodes with two GPUs each, four calls at a time have one of them each."""
+    (tmp_path / "devices.py").write_text(f"""
+import os, pathlib, time
+
+def measure(n):
+    place = pathlib.Path({str(tmp_path)!r})
+    device = os.environ["CUDA_VISIBLE_DEVICES"]
+    (place / f"{{os.environ['SLURMD_NODENAME']}}.{{device}}.used").touch()
+    while len(list(place.glob("*.used"))) < 4:
+        time.sleep(0.1)
+    return {{"y": int(device)}}
+""")
+    scenario = {
+        "name": "devices",
+        "system": {"type": "slurm", "parallel": 4, "poll_s": 1, "mode": "allocation", "nodes": 2, "gpus": 2},
+        "run": [
+            {
+                "name": "work",
+                "agent": {"type": "grid"},
+                "reward": {"type": "identity", "metrics": ["y"]},
+                "workload": {
+                    "type": "python",
+                    "function": "devices:measure",
+                    "gpus": 1,
+                    "timeout_s": 60,
+                    "args": {"n": [1, 2, 3, 4]},
+                },
+            }
+        ],
+    }
+    study = loopwright.run({**scenario, "home": str(tmp_path)}, output=tmp_path / "out")
+    assert sorted(trial.metrics["y"] for trial in study.trials()) == [0, 0, 1, 1]

@@ -420,7 +420,7 @@ class SlurmExecutor(Executor):
     def _write_spec(self, job: SlurmJob, path: Path) -> None:
         command = job.command
         spec = {
-            "argv": [*(() if command.once else self._system.srun(command.nodes, command.gpus)), *command.argv],
+            "argv": [*self._system.srun(command.nodes, command.gpus, once=command.once), *command.argv],
             "directory": str(command.directory),
             "environment": dict(command.environment),
             "stdout": str(command.stdout),

@@ -79,14 +79,16 @@ class SlurmOptions(SystemConfig):
         settings = [f"--{key}={value}" for key, value in options.items() if value is not None]
         return ["sbatch", *fixed, *settings, *extra, *self.arguments]
 
-    def srun(self, nodes: int, gpus: int) -> list[str]:
+    def srun(self, nodes: int, gpus: int, *, once: bool) -> list[str]:
         """What goes before a command that is started by srun; empty if it is started directly."""
         is_step = self.mode == "allocation"
-        if self.launcher == "direct" or (
-            self.launcher == "auto" and nodes == 1 and self.container_image is None and not is_step
-        ):
+        is_plain = self.launcher == "auto" and nodes == 1 and self.container_image is None
+        if self.launcher == "direct" or ((is_plain or once) and not is_step):
             return []
-        options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-        options += ["--exact", f"--gres=gpu:{gpus}" if gpus else "--gres=none"] if is_step else []
-        options += [f"--container-image={self.container_image}"] if self.container_image is not None else []
-        return ["srun", "--unbuffered", "--quiet", *options, *self.srun_arguments]
+        words = ["srun", "--unbuffered", "--quiet", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        words += ["--kill-on-bad-exit=1"]
+        words += ["--exact", f"--gres=gpu:{gpus}" if gpus else "--gres=none"] if is_step else []
+        if once:  # a step that holds all of its nodes
+            return [*words, "/bin/sh", "-c", '[ "$SLURM_PROCID" != 0 ] || exec "$0" "$@"']
+        words += [f"--container-image={self.container_image}"] if self.container_image is not None else []
+        return [*words, *self.srun_arguments]
