@@ -70,6 +70,23 @@ def test_verify_hints_at_constraints_that_no_random_point_of_a_range_satisfies(t
     assert ("none of 10,000 random points satisfies them" in result.output) is has_hint
 
 
+@pytest.mark.parametrize(("agent", "is_refused"), [("tpe", False), ("grid", True)])
+def test_only_a_grid_is_confined_to_the_points_of_a_range(tmp_path, agent, is_refused):
+    result = invoke("verify", tmp_path, limit="1 and x > 0", agent=agent, x="{ low = 0, high = 1, points = 2 }")
+
+    assert ("no combination of the arguments satisfies them" in result.output) is is_refused
+
+
+def test_constraints_that_no_regime_satisfies_are_refused(tmp_path):
+    invoke("verify", tmp_path, limit="1", agent="random")
+    file = tmp_path / "small.toml"
+    file.write_text(file.read_text().replace("[run.workload]", "env_params = { x = {} }\n[run.workload]"))
+
+    output = CliRunner().invoke(app, ["verify", str(file)]).output
+
+    assert "no combination of the arguments satisfies them" in output
+
+
 @pytest.mark.parametrize(
     ("command", "is_refused"),
     [("sleep {x}; echo {long}", True), ("find {x} -exec cat {long} \\\\;", False), ("echo '{x};' {long}", False)],

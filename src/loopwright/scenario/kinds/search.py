@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -176,9 +177,14 @@ class SearchRun(RunKind):
         problem = space.violated(space.first(), regime)
         if problem is not None and "has no value" in problem and "division" not in problem:
             checker.add("[run.workload] constraints", f"{problem}.")
-        can_try_all = space.constraints and not space.drawn and space.enumerable and space.grid_size <= _POINTS_TRIED
-        if can_try_all and all(space.violated(point, {}) is not None for point in space.points()):
-            checker.add("[run.workload] constraints", "no combination of the arguments satisfies them; relax one.")
+        draws = Draws(0, space.parameters, self.env_params)
+        is_small = space.constraints and space.enumerable and space.grid_size * draws.count <= _POINTS_TRIED
+        # A grid tries these points only; other agents may find one between the `points` of a range.
+        if is_small and (self.agent_class is Grid or space.size == space.grid_size):
+            drawn = product(*(choice.values for choice in draws.values.values()))
+            regimes = [dict(zip(draws.values, values, strict=True)) for values in drawn]
+            if all(space.violated(*point) is not None for point in product(space.points(), regimes)):
+                checker.add("[run.workload] constraints", "no combination of the arguments satisfies them; relax one.")
 
     def _check_agent(self, agent: type[Agent], config: AgentConfig, space: Space, checker: Checker) -> None:
         if not space.tunable and not issubclass(agent, Grid):
