@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,18 +32,28 @@ def main() -> None:
 
 
 def _on_screen(command: list[str]) -> str:
-    """The final screen of a program; of a line that it redrew, the last state."""
+    """The final screen of a program; of lines that it redrew, the last state."""
     outer, inner = pty.openpty()
     process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner)
     os.close(inner)
-    parts: list[bytes] = []
+    output: list[bytes] = []
     with contextlib.suppress(OSError):  # reading fails once the program has closed its side
         while part := os.read(outer, 65536):
-            parts.append(part)
+            output.append(part)
     process.wait()
     os.close(outer)
-    lines = b"".join(parts).decode().replace("\r\n", "\n").split("\n")
-    return "\n".join(line.rsplit("\r", 1)[-1].replace("\x1b[2K", "").replace("\x1b[?25h", "") for line in lines)
+    lines = [""]
+    for part in re.split(r"(\r?\n|\r|\x1b\[1A|\x1b\[2K)", re.sub(r"\x1b\[\?25[hl]", "", b"".join(output).decode())):
+        match part:
+            case "\n" | "\r\n":
+                lines.append("")
+            case "\r" | "\x1b[2K":
+                lines[-1] = ""
+            case "\x1b[1A":
+                lines.pop()
+            case _:
+                lines[-1] += part
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

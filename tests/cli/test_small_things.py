@@ -113,8 +113,8 @@ def test_verify_reports_a_script_that_is_lost_when_an_argument_of_it_is_absent(t
 def test_dry_run_shows_objective_and_metrics(tmp_path):
     output = invoke("dry-run", tmp_path).output
 
-    assert "minimises  loss" in output
-    assert "metrics    loss" in output
+    assert "minimises   loss" in output
+    assert "metrics     loss" in output
 
 
 def test_dry_run_shows_commands_of_feasible_trials_only(tmp_path):

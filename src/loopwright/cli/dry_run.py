@@ -68,8 +68,8 @@ def _show_search(console: Console, run: Any, _: Path) -> None:
         table.add_row(escape(name), escape(_values(parameter)), by)
     console.print(table)
     for objective in (Objective.of(function.label()) for function in run.reward):
-        console.print(f"  {objective.direction}  {objective.name}", markup=False)
-    console.print(f"  metrics    {', '.join(run.metric_names) or 'none'}", markup=False)
+        console.print(f"  {objective.direction:<10}  {objective.name}", markup=False)
+    console.print(f"  metrics     {', '.join(run.metric_names) or 'none'}", markup=False)
     for constraint in space.constraints:
         console.print(f"  constraint  {constraint}", markup=False)
     for line in _first_trials(run):
