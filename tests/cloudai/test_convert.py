@@ -202,6 +202,11 @@ def test_hooks_run_in_the_job_of_the_test(files, tmp_path):
             "'y' is not supported",
         ),
         (entry('test_name = "ring"'), {"ring": RING}, "'all_reduce_perf_mpi' is not on this machine"),
+        (
+            entry('test_name = "nap"\ncmd_args.x.y = [1, 2]'),
+            {},
+            "cmd_args.x.y: is a list, but the command of Sleep has",
+        ),
         ("name = ", {}, "is not valid TOML"),
         ('name = "s"\nTests = []', {}, "Tests: must have at least 1"),
     ],

@@ -182,6 +182,29 @@ def test_a_live_run_in_an_allocation_is_refused_at_load_time():
         loopwright.load(scenario)
 
 
+@pytest.mark.parametrize(
+    ("system", "workload", "message"),
+    [
+        ({"nodes": 2}, {"nodes": [1, 3]}, "nodes: 3 is more than the allocation has"),
+        ({"gpus": 1}, {"gpus": 2}, "gpus: 2 per trial is more than the allocation has"),
+        (
+            {"gpus": 2, "launcher": "direct", "parallel": 2},
+            {"gpus": 1},
+            r"launcher: .direct. gives .* no GPUs of their",
+        ),
+    ],
+)
+def test_c05_an_allocation_gives_what_it_has(system, workload, message):
+    with pytest.raises(ScenarioError, match=message):
+        loopwright.load(
+            {
+                "name": "wide",
+                "system": {"type": "slurm", "mode": "allocation", **system},
+                "run": [{"name": "x", "workload": {"type": "command", "command": "true {nodes}", **workload}}],
+            }
+        )
+
+
 def test_several_nodes_are_refused_on_one_machine():
     scenario = {
         "name": "local",

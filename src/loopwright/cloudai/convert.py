@@ -202,7 +202,12 @@ class _Converter:
             or isinstance(nodes, list)
             or any(isinstance(value, list) for value in env.values())
         )
-        workload: dict[str, Any] = {"type": "command", "command": self._command(run, test, values)}
+        command = self._command(run, test, values)
+        for name in values.searched:
+            if name not in test.env_params and not any(f"{{{name}}}" in word for word in command):
+                text = f"is a list, but the command of {test.test_template_name} has no such argument; remove it."
+                self._problems.append(Problem(f"{key} cmd_args.{name}", text))
+        workload: dict[str, Any] = {"type": "command", "command": command}
         limits = [run.time_limit, *(run.time_limit for hook in self._source.hooks.values() for run, _ in hook.runs)]
         if run.time_limit is not None:
             workload["timeout_s"] = sum(seconds_of(limit) for limit in limits if limit is not None)

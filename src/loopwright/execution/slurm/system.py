@@ -35,4 +35,7 @@ class SlurmSystem(SlurmOptions):
         if gpus > (self.gpus or 0):
             text = f"{gpus} per trial is more than the allocation has: [system] gpus = {self.gpus or 0}."
             problems.append(Problem("gpus", text))
+        elif gpus and self.launcher == "direct" and self.parallel > 1:
+            text = '"direct" gives the trials of an allocation no GPUs of their own; use "srun", or parallel = 1.'
+            problems.append(Problem("[system] launcher", text))
         return problems
