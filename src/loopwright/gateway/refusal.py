@@ -55,7 +55,8 @@ def refusal_of(error: Exception) -> Refusal:
         case BudgetSpent():
             return Refusal.out_of_quota(str(error))
         case StorageError():
-            return Refusal(500, "internal", f"the turn cannot be recorded: {error}", retry=False)
+            reason = "the gateway's disk is full or not writable; its log has the details"
+            return Refusal(500, "internal", f"the request cannot be recorded: {reason}", retry=False)
         case ValueError():
             return Refusal(400, "invalid", str(error), retry=False)
         case _:

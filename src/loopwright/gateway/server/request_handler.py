@@ -15,6 +15,7 @@ import orjson
 from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
 
+from loopwright.core.errors import StorageError
 from loopwright.engines.base import Sampling
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest, parse_object
 from loopwright.gateway.dialects.chat import ChatCompletions
@@ -133,7 +134,8 @@ class RequestHandler:
         else:
             refusal = refusal_of(error)
             if refusal.status == 500:
-                log.error("%s %s failed", request.method, route, exc_info=error)
+                trace = None if isinstance(error, StorageError) else error
+                log.error("%s %s failed: %s", request.method, route, error, exc_info=trace)
         path = request.path.lstrip("/").partition("/")[2].removesuffix("/count_tokens")
         if "anthropic-version" in request.headers:
             path = "v1/messages"
