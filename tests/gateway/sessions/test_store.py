@@ -52,7 +52,7 @@ def calls_of(store):
 def test_t04_many_calls_at_once_are_all_written(tmp_path, count):
     async def story():
         with opened(tmp_path) as store:
-            nodes = [Node(0, user(f"{n}"), (n, 2**40 + n), (0.0, -0.5)) for n in range(count)]
+            nodes = [Node(0, user(f"{n}"), (n, 2**40 + n), (0.0, 0.0)) for n in range(count)]
             turns = [
                 Node(1, {"role": "assistant", "content": f"{n}"}, (n,), (-0.5,), (Span(0, 1, n),), "stop")
                 for n in range(count)

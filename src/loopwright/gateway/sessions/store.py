@@ -337,7 +337,8 @@ def check_version(path: Path, version: int) -> None:
 
 
 def node_row(session: str, number: int, node: Node, key: Key | None) -> tuple[Any, ...]:
-    """A node as the values of `NODE`. A key that follows from the message is stored empty."""
+    """A node as the values of `NODE`. A key that follows from the message is stored empty, as are zeros as logprobs."""
+    logprobs = node.logprobs if node.spans else ()
     return (
         session,
         number,
@@ -345,7 +346,7 @@ def node_row(session: str, number: int, node: Node, key: Key | None) -> tuple[An
         None if key is None else json.dumps(key) if key[2] else "",
         orjson.dumps(node.message).decode(),
         packer(f"{len(node.ids)}q").pack(*node.ids),
-        packer(f"{len(node.logprobs)}d").pack(*node.logprobs),
+        packer(f"{len(logprobs)}d").pack(*logprobs),
         orjson.dumps([(span.start, span.stop, span.version) for span in node.spans]).decode(),
         node.finish,
         node.is_delivered,
@@ -368,8 +369,9 @@ def load_nodes(query: Query, session: str) -> list[tuple[Node, Key | None]]:
         nodes += [(GAP, None)] * (number - 1 - len(nodes))
         message, spans = orjson.loads(message_json), tuple(Span(*span) for span in orjson.loads(spans_json))
         reshapes = {} if sampling is None else Sampling.model_validate_json(sampling).reshapes
-        tokens = _numbers("q", ids), _numbers("d", logprobs)
-        node = Node(parent, message, *tokens, spans, finish, reshapes, bool(is_delivered))
+        tokens = _numbers("q", ids)
+        values = _numbers("d", logprobs) if spans else (0.0,) * len(tokens)
+        node = Node(parent, message, tokens, values, spans, finish, reshapes, bool(is_delivered))
         stored_key: Key | None = None
         if key is not None:
             stored_key = tuple(json.loads(key)) if key else key_of(message)
