@@ -1,12 +1,14 @@
 """Contract A03: the arguments of remote agents, and agents that are functions."""
 
 import asyncio
+import re
 
 import pytest
 
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.rollouts.pools import steps
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.testing import LoopContract
 from loopwright.testing.loops import RecordingEngine
@@ -51,7 +53,9 @@ def test_a03_a_command_gets_its_arguments_as_json(tmp_path):
     assert episode.evidence["agent"]["stdout"] == "3\n"
 
 
-def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
+def test_a03_a_function_that_raises_after_a_call_never_ends_or_blocks(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(steps, "_WARNING_S", 0.5)
+
     async def main():
         name = write_functions(tmp_path)
         async with open_setup(tmp_path, function=f"{name}:solve", args={"state": {}}) as setup:
@@ -59,12 +63,17 @@ def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
         async with open_setup(tmp_path, function=f"{name}:ignore_cancellation", deadline_s=0.5) as setup:
             late = await setup.roll()
             assert setup.sessions[0].status == "complete"
-        return crashed, late
+        async with open_setup(tmp_path, function=f"{name}:block", deadline_s=0.5) as setup:
+            blocking = await setup.roll()
+        return crashed, late, blocking
 
-    crashed, late = asyncio.run(main())
+    crashed, late, blocking = asyncio.run(main())
     assert (crashed.outcome, crashed.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
     assert "AssertionError" in crashed.reason
     assert (late.outcome, late.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+    assert (blocking.outcome, blocking.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+    assert re.search(r":block blocked the event loop for [\d.]+ s\. Use an asynchronous client", blocking.reason)
+    assert ":block blocks the event loop for 0.5 s so far" in caplog.text
 
 
 def test_p02_a_deadline_is_extended_as_often_as_the_engine_needs(tmp_path):

@@ -164,6 +164,10 @@ async def ignore_cancellation():
     except asyncio.CancelledError:
         await asyncio.sleep(1000)  # until the event loop itself ends
 
+async def block(base_url):
+    import urllib.request
+    urllib.request.urlopen(base_url)  # waits for a server that waits for it
+
 def not_async(task):
     ...
 """

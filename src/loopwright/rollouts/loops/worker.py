@@ -217,12 +217,7 @@ class PolicyDeadline:
 
 
 def _blocked(task: Task, session: Session, call: WatchedCall, loop: AgentLoop) -> Episode:
-    blocked_s = call.blocked_s_until_now()
-    rounded_s = round(blocked_s, 1 if blocked_s < 1 else None)  # so that summaries count equal reasons
-    reason = (
-        f"not finished within {loop.config.deadline_s:g} s; {type(loop).__name__}.run blocked the event loop "
-        f"for {rounded_s} s. Use `await asyncio.to_thread(...)` for code that blocks"
-    )
+    reason = call.describe_blocking(f"{type(loop).__name__}.run", loop.config.deadline_s)
     return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
 
 

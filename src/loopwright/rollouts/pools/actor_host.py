@@ -121,7 +121,8 @@ class ActorHost:
 
     async def _watched(self, call: WatchedCall, work: Coroutine[Any, Any, Any]) -> Any:
         """Await a call, but not one whose code ignores everything. One that only ignores this is killed by the pool."""
-        task, over = self._watch.start(call, work), asyncio.Event()
+        name = "" if self._worker is None else self._worker.describe_calls()
+        task, over = self._watch.start(call, work, name), asyncio.Event()
         call.on_give_up = over.set
         task.add_done_callback(lambda _: over.set())
         try:

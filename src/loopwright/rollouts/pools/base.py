@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.rollouts.pools.steps import StepInterrupted
+from loopwright.rollouts.pools.steps import BLOCKING_HINT, StepInterrupted
 
 
 class WorkerLost(LoopwrightError, ConnectionError):
@@ -119,8 +119,7 @@ async def contain_failures(work: Awaitable[Any]) -> Any:
         raise
     except BaseException as error:
         if BaseExceptionGroup("", [error]).subgroup(StepInterrupted) is not None:  # perhaps in a task of a group
-            message = "it blocked the event loop and was interrupted. Use `await asyncio.to_thread(...)` for such code"
-            raise EventLoopBlocked(message) from None
+            raise EventLoopBlocked(f"it blocked the event loop and was interrupted. {BLOCKING_HINT}") from None
         if asyncio._get_running_loop() is None:
             raise  # an abandoned call is deleted after its event loop has ended
         raise RuntimeError(f"the worker raised {error!r}, which would have ended more than its call") from error

@@ -5,6 +5,7 @@ are then moved; a step during which the process dies was its cause; a step that 
 """
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -15,9 +16,13 @@ from typing import Any
 
 BLOCKED_S = 0.25
 """A step that takes longer than this blocks the event loop."""
+BLOCKING_HINT = "Use an asynchronous client, or `await asyncio.to_thread(...)` for code that blocks"
+_WARNING_S = 10.0
+"""For how long a step may block the event loop without a warning while it does."""
 _SIGNAL = signal.SIGRTMIN + 10
 """An unused signal, as that of the watchdog of live environments."""
 _TICK_S = 0.5
+log = logging.getLogger(__name__)
 
 
 class StepInterrupted(BaseException):
@@ -29,6 +34,8 @@ class WatchedCall:
 
     def __init__(self, number: int = 0, limit_s: float | None = None) -> None:
         self.number = number
+        self.name = ""
+        """What its code is called in messages."""
         self.watch: StepWatch | None = None
         self.limit_s = limit_s
         """How long one of its steps may take before it is interrupted, if the watch does that."""
@@ -57,6 +64,13 @@ class WatchedCall:
         step_s = asyncio.get_running_loop().time() - self.step_start_s
         return self.blocked_s + (step_s if step_s >= BLOCKED_S else 0.0)
 
+    def describe_blocking(self, name: str, deadline_s: float) -> str:
+        """Why it has not ended in time, if it has blocked the event loop."""
+        blocked_s = self.blocked_s_until_now()
+        rounded_s = round(blocked_s, 1 if blocked_s < 1 else None)  # so that summaries count equal reasons
+        start = f"not finished within {deadline_s:g} s; {name} blocked the event loop for {rounded_s} s"
+        return f"{start}. {BLOCKING_HINT}"
+
 
 current_call: ContextVar[WatchedCall | None] = ContextVar("current_call", default=None)
 """The call that the running code belongs to."""
@@ -73,9 +87,9 @@ class StepWatch:
         self._steps_begun = self._overdue_step = 0
         self._closed = threading.Event()
 
-    def start(self, call: WatchedCall, work: Coroutine[Any, Any, Any], name: str | None = None) -> "asyncio.Task[Any]":
+    def start(self, call: WatchedCall, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
         """Run the code of a call as a task, and what it creates as tasks."""
-        call.watch, context = self, copy_context()
+        call.watch, call.name, context = self, name, copy_context()
         context.run(current_call.set, call)
         self._calls.add(call)
         steps = _Steps(self, call, work)
@@ -111,12 +125,15 @@ class StepWatch:
             _interrupting.remove(self)
 
     def _watch_limits(self, act: Callable[[WatchedCall], object], patience_s: float) -> None:
-        last_step, waited_s = 0, 0.0
+        last_step, waited_s, warned = 0, 0.0, False
         # Ticks are counted instead of time: a process that was suspended (Ctrl-Z) has not been waiting.
         while not self._closed.wait(_TICK_S):
             call, step = self._current, self._steps_begun
             waited_s = waited_s + _TICK_S if step == last_step else 0.0
             last_step = step
+            if call is not None and waited_s >= _WARNING_S and not warned:
+                warned = True
+                log.warning("%s blocks the event loop for %g s so far. %s", call.name, waited_s, BLOCKING_HINT)
             if call is None or call.limit_s is None or waited_s < call.limit_s + patience_s:
                 continue
             self._overdue_step = step

@@ -15,6 +15,7 @@ from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import PoolDown, Worker
+from loopwright.rollouts.pools.steps import WatchedCall, current_call
 from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import GatewayAccess, SessionOpener
@@ -71,6 +72,8 @@ class RemoteWorker(Worker):
     async def handle(self, request: RemoteRequest) -> Episode:
         if self._closed:
             raise GatewayLost("the worker is closed")
+        call, deadline_s = current_call.get() or WatchedCall(), self._config.deadline_s
+        call.limit_s = deadline_s
         self._reaper.start()
         sessions = self._sessions or self._client(request.access)
         marker, context = f"{self._reaper.marker}.{next(self._numbers)}", self._context
@@ -86,11 +89,18 @@ class RemoteWorker(Worker):
             context, sessions, request.request, directory, marker, request.on_workspace, has_directory=has_directory
         )
         try:
-            return await rollout.run()
+            episode = await rollout.run()
+            if episode.fault is not None and call.blocked_s >= deadline_s / 2:  # an agent that is a function
+                reason = call.describe_blocking(self.describe_calls(), deadline_s)
+                episode = episode.failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
+            return episode
         except (GatewayLost, PoolDown):
             raise
         except Exception as error:  # noqa: BLE001  an agent of the user's may raise anything
             return Episode(request.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, describe_error(error))
+
+    def describe_calls(self) -> str:
+        return self._config.function or type(self).__name__
 
     def _client(self, access: GatewayAccess) -> GatewayClient:
         """The client of a gateway; there is one for each, and a gateway that was restarted is another one."""

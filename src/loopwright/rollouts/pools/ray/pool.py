@@ -36,6 +36,7 @@ from loopwright.rollouts.pools.ray.launch import (
 from loopwright.rollouts.pools.resources import ResourceRequest, Strategy
 from loopwright.rollouts.pools.router import Router
 from loopwright.rollouts.pools.serialization import pack, unpack, unpack_exception
+from loopwright.rollouts.pools.steps import BLOCKING_HINT
 
 log = logging.getLogger(__name__)
 _MAX_PAUSE_S = 30.0
@@ -137,8 +138,7 @@ class RayPool(Pool):
                     culprit, neighbours = await lost.culprit(), lost.actor.calls_at_end
                     if culprit == -number:
                         raise EventLoopBlocked(
-                            f"{self._calls} blocked the event loop of its worker, which was ended. "
-                            "Use `await asyncio.to_thread(...)` for code that blocks"
+                            f"{self._calls} blocked the event loop of its worker, which was ended. {BLOCKING_HINT}"
                         ) from lost
                     if culprit == number or (culprit == 0 and limit == 1):
                         losses += 1
