@@ -2,7 +2,9 @@
 
 import signal
 import sys
+from compileall import compile_dir
 from importlib import import_module
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +44,8 @@ def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in (*NAMES, *LONG)]:
         print(f"unknown benchmark {unknown[0]!r}. Choose among: {', '.join((*NAMES, *LONG))}.", file=sys.stderr)
         return 2
+    # As pip does with the peers: otherwise each fresh interpreter, such as a worker, compiles ours before it starts.
+    compile_dir(Path(__file__).parents[1] / "src", quiet=1)
     ratios: list[Ratio] = []
     for name in names or NAMES:
         for ratio in import_module(f"benchmarks.{name.replace('-', '_')}").run():
