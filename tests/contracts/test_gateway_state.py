@@ -5,6 +5,7 @@ import openai
 import pytest
 from anthropic import beta_async_tool
 
+from loopwright.gateway.sessions.graph import Graph
 from tests.gateway.harness import Replier, call, claude_of, client_of, run, serve, user
 
 TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
@@ -112,8 +113,9 @@ def test_t13_previous_response_id_continues_what_was_stored(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_t13_item_references_stand_for_what_was_sampled(stream):
-    """As Vercel's AI SDK sends them: reasoning, text and calls by their ids."""
+def test_t13_item_references_stand_for_what_was_sampled(stream, monkeypatch):
+    """As Vercel's AI SDK sends them: reasoning, text and calls by their ids. Each costs its turn, not those before."""
+    monkeypatch.setattr(Graph, "conversation", None)
 
     async def main():
         first_turn = f"<think>so</think>Hm.{call(a=1)}Done."

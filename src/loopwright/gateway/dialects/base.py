@@ -164,6 +164,10 @@ class History(Protocol):
         """The conversation up to the turn of a finished call."""
         ...
 
+    def message(self, call_id: str) -> Message | None:
+        """The turn of a finished call alone: a request may refer to hundreds of them."""
+        ...
+
     def conversation(self, id: str) -> StoredConversation | None:
         """The conversation of this id, up to its last turn."""
         ...
@@ -173,6 +177,8 @@ class _NoHistory:
     """Of a dialect without a session."""
 
     def turn(self, call_id: str) -> None: ...
+
+    def message(self, call_id: str) -> None: ...
 
     def conversation(self, id: str) -> None: ...
 

@@ -107,9 +107,8 @@ class Responses(Dialect):
         def find(id: str, where: str) -> Item:
             kind, _, rest = id.partition("_")
             call_id, _, index = rest.partition("_")
-            stored = self.history.turn(call_id)
-            if stored is not None:
-                *_, turn = stored.messages
+            turn = self.history.message(call_id)
+            if turn is not None:
                 calls = turn.get("tool_calls") or ()
                 match kind:
                     case "rs":

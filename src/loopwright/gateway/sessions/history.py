@@ -111,6 +111,11 @@ class SessionHistory:
         """The conversation up to the turn of a finished call."""
         return None if (node := self.node_of(call_id)) is None else self._conversation_at(node)
 
+    def message(self, call_id: str) -> Message | None:
+        """The turn of a finished call, if it is part of a conversation."""
+        node = self.node_of(call_id)
+        return None if node is None or not self._is_turn(node) else self._owner.session.graph.nodes[node].message
+
     def node_of(self, call_id: str) -> int | None:
         """The turn of a call that was not deleted."""
         return None if call_id in self._deleted else self._nodes.get(call_id)
@@ -130,13 +135,16 @@ class SessionHistory:
         self._deleted.add(call_id)
 
     def _conversation_at(self, node: int) -> StoredConversation | None:
-        graph = self._owner.session.graph
-        if graph.nodes[node].finish not in ("stop", "length"):
+        if not self._is_turn(node):
             return None
-        messages, tools = graph.conversation(node)
-        if messages[0].get("role") == RAW:
-            return None
+        messages, tools = self._owner.session.graph.conversation(node)
         return StoredConversation(messages, tools, self.records[node].has_instructions)
+
+    def _is_turn(self, node: int) -> bool:
+        """Whether it is a finished turn, and not the continuation of raw text."""
+        nodes = self._owner.session.graph.nodes
+        is_raw = nodes[nodes[node].parent or 0].message.get("role") == RAW
+        return nodes[node].finish in ("stop", "length") and not is_raw
 
     # -- conversations ------------------------------------------------------------------------------------------
 
