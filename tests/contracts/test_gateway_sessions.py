@@ -72,7 +72,11 @@ def test_t05_a_session_that_has_ended_is_not_read_for_another_run_that_wants_its
             config = {"run": "r", "trial": 1, "owner_key": "the run's own key"}
             status, refused, _ = await send(http, "POST", f"{gateway.address}/sessions/trial-1", json=config)
             assert (status, refused["error"]["code"]) == (409, "session_closed")
-            assert list(gateway.sessions) == ["trial-1"]
+            status, refused, _ = await send(
+                http, "POST", f"{gateway.address}/trial-1/v1/chat/completions", key=session.key, json={}
+            )
+            assert (status, refused["error"]["code"]) == (409, "session_closed")
+            assert not gateway.sessions, "nor for its agent, which calls on"
 
     run(main)
 

@@ -282,19 +282,19 @@ class Gateway:
             rule = "up to 128 letters, digits, '.', '_' and '-', and starts with a letter or digit"
             raise Refusal(400, "invalid", f"{id[:80]!r} is not a session id: it has {rule}", retry=False)
 
-        def check_owner(session: ServedSession) -> None:
+        def check(session: ServedSession) -> None:
             if not session.belongs_to(config):
                 reason = "belongs to another run or trial; choose another id"
                 raise Refusal(409, "closed", f"session {id!r} {reason}", retry=False)
+            if session.status != "open":
+                raise session.refusal()
 
         if id not in self.sessions:
-            self._recover("id = ?", (id,), check_owner)
+            self._recover("id = ?", (id,), check)
         session = self.sessions.get(id)
         if session is None:
             session = self.sessions[id] = self._serve(id, config)
-        check_owner(session)
-        if session.status != "open":
-            raise session.refusal()
+        check(session)
         try:
             await session.settle()
         except Exception:
@@ -302,15 +302,20 @@ class Gateway:
             raise
         return OpenSession(session, self.address)
 
-    def find(self, id: str, key: str | None = None) -> ServedSession:
-        """The session of this id; one that has left memory is read from the store, with a `key` only if it fits."""
+    def find(self, id: str, key: str | None = None, *, for_call: bool = False) -> ServedSession:
+        """The session of this id; one that has left memory is read from the store, with a `key` only if it fits.
 
-        def check_key(session: ServedSession) -> None:
+        For a call that will be refused because the session has ended, nothing is read.
+        """
+
+        def check(session: ServedSession) -> None:
             if key is not None and not (session.admits(key) or session.is_owned_by(key)):
                 raise Refusal.wrong_key()
+            if for_call and session.status != "open":
+                raise session.refusal()
 
         if id not in self.sessions and is_id(id):
-            self._recover("id = ?", (id,), check_key)
+            self._recover("id = ?", (id,), check)
         if id not in self.sessions:
             raise Refusal(
                 404, "not_found", f"session {id[:80]!r} does not exist; open one with POST /sessions", retry=False
@@ -357,6 +362,7 @@ class Gateway:
         for id, key, config_json, *row in self.store.rows(query + condition, values):
             if id not in self.sessions:
                 session = self._serve(id, SessionConfig.model_validate_json(config_json), key)
+                _, session.status, *_ = row
                 if check is not None:
                     check(session)
                 session.restore(tuple(row), self.store)

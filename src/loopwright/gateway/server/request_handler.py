@@ -80,7 +80,8 @@ class RequestHandler:
 
         async def handle_turn(request: web.Request) -> web.StreamResponse:
             path = request.match_info.route.resource.canonical.removeprefix("/{id}/")  # type: ignore[union-attr]
-            return await self._turn(request, path, self._gateway.find(request.match_info["id"], _key(request)))
+            session = self._gateway.find(request.match_info["id"], _key(request), for_call=True)
+            return await self._turn(request, path, session)
 
         for path in ROUTES:
             app.router.add_route("POST", f"/{{id}}/{path}", handle_turn)
