@@ -132,12 +132,12 @@ def test_g14_an_image_is_seen_by_convolutions_unless_a_policy_is_named(tmp_path)
     path = write_server(tmp_path, "g14_image", "spaces.Box(0, 255, (40, 40, 3), np.uint8)")
     assert train(tmp_path, live_scenario('type = "ppo", trials = 20, rollout = 16', path)) == 0
     assert type(saved_model(tmp_path).policy).__name__ == "ActorCriticCnnPolicy"
-    named = live_scenario('type = "ppo", trials = 20, rollout = 16, policy = "MlpPolicy"', path)
     (tmp_path / "named").mkdir()
-    write_server(tmp_path / "named", "g14_image")
+    path = write_server(tmp_path / "named", "g14_named_image", "spaces.Box(0, 255, (40, 40, 3), np.uint8)")
+    named = live_scenario('type = "ppo", trials = 20, rollout = 16, policy = "MlpPolicy"', path)
     assert train(tmp_path / "named", named) == 0
     assert type(saved_model(tmp_path / "named").policy).__name__ == "ActorCriticPolicy"
-    wrong = load_error(tmp_path, named.replace("MlpPolicy", "CnPolicy"))
+    wrong = load_error(tmp_path / "named", named.replace("MlpPolicy", "CnPolicy"))
     assert "[run.agent] policy: unknown policy 'CnPolicy'. " in wrong
 
 
