@@ -49,6 +49,21 @@ def test_c02_resume_continues_with_the_allocation(slurm, tmp_path):
 
 
 @pytest.mark.slow
+def test_c03_the_trials_of_an_allocation_that_somebody_cancels_are_aborted(slurm, tmp_path):
+    gate = tmp_path / "gate"
+    work = f'#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.5; done\necho "y: $1"\n'
+    one = campaign(tmp_path, 3, parallel=2, system=SYSTEM, work=work)
+    before = set(jobs_of(slurm))
+    process = one.start()
+    eventually(lambda: len(list(one.output.glob("work/trials/*/stdout"))) == 2, process)
+    slurm.run("scancel", *(set(jobs_of(slurm)) - before))
+    eventually(lambda: attempts_of(one).get(2) == ["aborted"], process)
+    gate.touch()
+    assert end_of(process).code == 0
+    assert attempts_of(one) == {1: ["aborted"], 2: ["aborted"], 3: ["ok"]}
+
+
+@pytest.mark.slow
 def test_c05_functions_share_no_device(slurm, tmp_path):
     """Given an allocation of two nodes with two GPUs each, four calls at a time have one of them each."""
     (tmp_path / "devices.py").write_text(f"""

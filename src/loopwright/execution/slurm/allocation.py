@@ -23,7 +23,6 @@ exec {python} -P -m loopwright.execution.slurm.allocation_main "$base"
 class AllocationExecutor(SlurmExecutor):
     """Asks the allocation for steps, by files. A resumed run continues with the allocation that still runs."""
 
-    explains_kills = False
     _name = ""
 
     async def close(self) -> None:
@@ -43,6 +42,13 @@ class AllocationExecutor(SlurmExecutor):
         if job.command.handle and not (requested or info.is_final or job.ended.done()):
             self._resubmit(job)  # recorded, and then our predecessor died
 
+    def _is_explained(self, job: SlurmJob, completion: Completion) -> bool:
+        # Slurm ends the steps of an allocation first: the next answer of the queue says whether it was that.
+        if job.record_polls is None:
+            job.record_polls = job.polls
+        failed = completion.exit_code != 0 and not completion.timed_out
+        return not failed or (job.polls > job.record_polls and job.final_s is None)
+
     def _give_up(self, job: SlurmJob, info: JobInfo) -> None:
         self._fail_all(ClusterError(f"Slurm never starts the allocation, job {info.id}: {info.reason}."))
 
@@ -50,7 +56,9 @@ class AllocationExecutor(SlurmExecutor):
         """End a command whose allocation has ended."""
         state = job.info.state if job.info is not None else "GONE"
         stopped = job.killed or job.cancelling
-        end = completion or (KILLED if stopped else LaunchError(f"the allocation ended ({state})", infra=True))
+        lost = LaunchError(f"the allocation ended ({state})", infra=True, cancelled=state == "CANCELLED")
+        failed = completion is not None and completion.exit_code != 0 and state not in ("COMPLETED", "FAILED")
+        end = KILLED if stopped else lost if completion is None or failed else completion
         never_ran = state == "FAILED" and not (self._directory / f"{job.name}.log").exists()
         if never_ran and not stopped:
             self._fail_all(

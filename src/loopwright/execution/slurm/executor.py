@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import Command, Completion, Executor, OnStart
@@ -68,6 +68,8 @@ class SlurmJob:
     """When Slurm last took no further job although it had some of ours, or first took none."""
     polls: int = 0
     """How many answers of the queue it has seen."""
+    record_polls: int | None = None
+    """How many of them before its command had failed."""
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,9 +80,6 @@ class SlurmJob:
 
 class SlurmExecutor(Executor):
     """Keeps up to `parallel` jobs in the queue."""
-
-    explains_kills: ClassVar[bool] = True
-    """Whether the state of a job says who killed its command: a limit of memory, for example."""
 
     def __init__(self, system: SlurmOptions, directory: Path) -> None:
         self._system, self._directory = system, directory / "jobs"
@@ -191,8 +190,7 @@ class SlurmExecutor(Executor):
         except LaunchError as error:
             self._finish(job, error)
             return
-        is_explained = completion is not None and (completion.signal != signal.SIGKILL or not self.explains_kills)
-        if completion is not None and (is_explained or stopped):
+        if completion is not None and (stopped or self._is_explained(job, completion)):
             self._finish(job, completion)
         elif job.record and stopped:
             self._finish(job, KILLED)
@@ -200,6 +198,10 @@ class SlurmExecutor(Executor):
             has_result = job.info is not None and job.info.state in ("COMPLETED", "FAILED")
             if job.record or not has_result or time.monotonic() > job.final_s + _SETTLE_S:
                 self._end(job, completion)
+
+    def _is_explained(self, job: SlurmJob, completion: Completion) -> bool:
+        """Whether the job's state cannot say better how the command ended: a limit of memory, for example."""
+        return completion.signal != signal.SIGKILL
 
     def _end(self, job: SlurmJob, completion: Completion | None) -> None:
         """End a job that Slurm says has ended; its state explains what the record does not."""
