@@ -6,12 +6,11 @@ else happens to it, and that nothing it started is alive once `run` has returned
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from loopwright.core.progress import Reporter
-from loopwright.execution.slots import Slot, Slots
 
 OnStart = Callable[[str], object]
 """Called with a handle by which a resumed run finds the command again: as soon as its process exists, or before its job
@@ -22,6 +21,32 @@ Usage = Mapping[str, float]
 """What a process used, including the children it waited for: `wall_s`, `user_s`, `system_s`, and `max_rss_bytes` if
 that can be measured. The kernel starts a child's peak at the memory of its parent, so a peak below our own is unknown,
 and a Python worker's peak may stem from an earlier call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One of the places where trials run at the same time, with what no other trial has meanwhile."""
+
+    number: int
+    cores: frozenset[int] | None = None
+    """The cores that its processes are pinned to; None if they are not."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What a command may name: `{slot}`, `{cpus}`, `{gpu}`, `{port}`, `{port_2}` …"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The same for the environment of its processes."""
+
+
+class SlotPool(Protocol):
+    """Where a trial that consists of several commands gets one slot for all of them."""
+
+    async def acquire(self) -> Slot:
+        """Wait for a slot and take it."""
+
+    def with_free_ports(self, slot: Slot) -> Slot:
+        """The same slot, with other ports if something else uses one of its ports by now."""
+
+    def release(self, slot: Slot) -> None:
+        """Give the slot to the next trial."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +149,7 @@ class Executor(ABC):
     Test a subclass with `loopwright.testing.ExecutorContract`.
     """
 
-    slots: Slots | None = None
+    slots: SlotPool | None = None
     """The slots of this machine; None if commands run elsewhere, where services and ports cannot be offered."""
 
     @abstractmethod

@@ -25,8 +25,7 @@ from loopwright.core.errors import LaunchError, did_you_mean, storage
 from loopwright.core.outcome import Outcome
 from loopwright.core.progress import PROGRESS_VARIABLE
 from loopwright.core.trial import Result, key_of
-from loopwright.execution.base import Command, Completion, Executor, Usage
-from loopwright.execution.slots import Slot, Slots
+from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool, Usage
 from loopwright.workloads.base import (
     RESERVED_FILES,
     CommandTemplate,
@@ -130,7 +129,7 @@ class CommandWorkload(Workload):
 
     async def _run_in_slot(self, job: Job) -> Result:
         """Run a trial whose command and services share a slot."""
-        slots = cast("Slots", self.executor.slots)
+        slots = cast("SlotPool", self.executor.slots)
         slot = await slots.acquire()
         try:
             if self._services is None:

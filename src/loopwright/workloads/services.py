@@ -18,9 +18,8 @@ import regex
 from loopwright.core.errors import LaunchError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result, key_of
-from loopwright.execution.base import Command, Completion, Executor
+from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool
 from loopwright.execution.local.process_tree import signal_name
-from loopwright.execution.slots import Slot, Slots
 from loopwright.workloads.base import CommandTemplate, Job, last_lines
 from loopwright.workloads.command_config import ServiceConfig
 
@@ -86,7 +85,7 @@ class Services:
         self,
         configs: Sequence[ServiceConfig],
         executor: Executor,
-        slots: Slots,
+        slots: SlotPool,
         directory: Path,
         prepare: Callable[[Path, Job], None],
     ) -> None:

@@ -15,10 +15,9 @@ from tests.children import children
 
 from loopwright.core.errors import LaunchError, StorageError
 from loopwright.execution.base import Completion, Executor
-from loopwright.execution.local.executor import TAIL_BYTES, CappedFile, LocalExecutor
+from loopwright.execution.local.executor import TAIL_BYTES, CappedFile, LocalExecutor, core_sets
 from loopwright.execution.local.process_tree import PidSnapshot, new_pids
 from loopwright.execution.local.processes import end_leftovers
-from loopwright.execution.slots import Slots, core_sets
 from loopwright.testing.executors import ExecutorContract, alive, command, ignore, written_pid
 
 DAEMON = """
@@ -207,7 +206,7 @@ def test_pinned_trials_have_separate_cores(tmp_path):
         directory.mkdir()
     ours = os.sched_getaffinity(0)
     run(
-        LocalExecutor(slots=Slots(2, pin_cpus=True)),
+        LocalExecutor(2, pin_cpus=True),
         *(command(directory, "grep Cpus_allowed_list /proc/self/status; sleep 0.3") for directory in directories),
     )
     lists = [(directory / "stdout").read_text().split()[1] for directory in directories]

@@ -9,9 +9,8 @@ from pydantic import Field, field_validator
 from loopwright.core.config import Size
 from loopwright.core.errors import Problem
 from loopwright.execution.devices import visible_devices
-from loopwright.execution.local.executor import LocalExecutor
+from loopwright.execution.local.executor import LocalExecutor, Slots
 from loopwright.execution.local.worker_pool import WorkerPool
-from loopwright.execution.slots import Slots
 from loopwright.execution.system import SystemConfig
 
 
@@ -44,16 +43,13 @@ class LocalSystem(SystemConfig):
         return tuple(map(str, range(self.gpus) if isinstance(self.gpus, int) else self.gpus))
 
     def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> LocalExecutor:
-        slots = self._slots(gpus, ports)
+        devices = self.devices() if gpus else ()
+        slots = Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=ports)
         return LocalExecutor(memory_bytes=self.memory, output_bytes=self.output, grace_s=self.grace_s, slots=slots)
 
     def call_executor(self, directory: Path, gpus: int = 0) -> WorkerPool:
-        slots = self._slots(gpus, ports=1)
+        slots = self.executor(directory, gpus, ports=1).slots
         return WorkerPool(self.parallel, self.output, self.grace_s, self.memory, slots=slots)
-
-    def _slots(self, gpus: int, ports: int) -> Slots:
-        devices = self.devices() if gpus else ()
-        return Slots(self.parallel, pin_cpus=self.pin_cpus, devices=devices, devices_each=gpus, ports=ports)
 
     def problems(self, kind: str, nodes: Sequence[int] = (), gpus: int = 0) -> list[Problem]:
         problems = []

@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import Mapping
 
-from loopwright.execution.base import CallExecutor, CallResult, FunctionCall, OnStart
-from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES
+from loopwright.execution.base import CallExecutor, CallResult, FunctionCall, OnStart, Slot
+from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES, Slots
 from loopwright.execution.local.process_tree import ProcessLimits
 from loopwright.execution.local.worker_process import WorkerProcess
-from loopwright.execution.slots import Slot, Slots
 
 _IDLE_PER_SLOT = 4
 
@@ -21,9 +20,10 @@ class WorkerPool(CallExecutor):
         output_bytes: int = OUTPUT_BYTES,
         grace_s: float = GRACE_S,
         memory_bytes: int | None = None,
+        pin_cpus: bool = False,
         slots: Slots | None = None,
     ) -> None:
-        self._slots = slots or Slots(size)
+        self._slots = slots or Slots(size, pin_cpus=pin_cpus)
         self._max_idle = _IDLE_PER_SLOT * size
         self._output_bytes = output_bytes
         self._grace_s = grace_s

@@ -19,7 +19,7 @@ from typing import Any
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import Command, Completion, Executor, OnStart
-from loopwright.execution.slots import Slots
+from loopwright.execution.local.executor import Slots
 from loopwright.execution.slurm.options import SlurmOptions
 from loopwright.execution.slurm.outcome import KILLED, completion_of, ending_of
 from loopwright.execution.slurm.queue import HOPELESS, JobInfo, Queue, SubmitError

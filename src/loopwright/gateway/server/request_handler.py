@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -266,12 +267,9 @@ class RequestHandler:
                     prompts = call.prompts()
                     turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
                 values = sum(len(turn.ids) * (1 + turn_request.top_logprobs) + len(turn.prompt_ids) for turn in turns)
-
-                def write() -> bytes:
-                    return _as_json(dialect.render(turn_request, call.id, turns))
-
-                data = write() if values <= _MAX_VALUES else await asyncio.to_thread(write)
-                response = await _send(request, data, _notice(call) if call.record.ignored else {})
+                render = partial(dialect.render, turn_request, call.id, turns)
+                data = render() if values <= _MAX_VALUES else await asyncio.to_thread(render)
+                response = await _send_json(request, data, _notice(call) if call.record.ignored else {})
             if (transport := request.transport) is not None and not transport.is_closing():
                 self.guard.last_calls[request.protocol], is_delivered = call, True
             return response
@@ -404,11 +402,15 @@ class _SentResponse(web.Response):
 _SENT = _SentResponse()
 
 
-async def _send(request: web.Request, body: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
-    """Send JSON at once. An unusual response is left to aiohttp, which takes several times as long."""
+async def _send_json(request: web.Request, data: Any, headers: Mapping[str, str]) -> web.StreamResponse:
+    """Send data as JSON at once. An unusual response is left to aiohttp, which takes several times as long."""
     transport, is_usual = request.transport, request.keep_alive and request.version == HttpVersion11
     if not is_usual or transport is None or transport.is_closing():
-        return _response(body, 200, headers)
+        return json_response(data, headers=headers)
+    try:
+        body = orjson.dumps(data)
+    except TypeError:
+        return json_response(data, headers=headers)
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nDate: {rfc822_formatted_time()}\r\n"
     for name, value in headers.items():
         head += f"{name}: {value}\r\n"
@@ -419,18 +421,11 @@ async def _send(request: web.Request, body: bytes, headers: Mapping[str, str]) -
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Data as JSON."""
-    return _response(_as_json(data), status, headers or {})
-
-
-def _response(body: bytes, status: int, headers: Mapping[str, str]) -> web.Response:
-    return web.Response(body=body, status=status, headers={"content-type": "application/json", **headers})
-
-
-def _as_json(data: Any) -> bytes:
     try:
-        return orjson.dumps(data)
+        body = orjson.dumps(data)
     except TypeError:  # an integer of more than 64 bits, in the arguments of a call
-        return json.dumps(data).encode()
+        body = json.dumps(data).encode()
+    return web.Response(body=body, status=status, headers={"content-type": "application/json", **(headers or {})})
 
 
 def _notice(call: SessionCall) -> dict[str, str]:

@@ -112,8 +112,14 @@ class Graph:
             sent = _arranged(messages)
             recent = self._find_recent(sent, context)
         _, prefix, _, nodes = recent
-        _check_size(sent[len(prefix) :])
-        more = [copy_message(message) for message in sent[len(prefix) :]]
+        new = sent[len(prefix) :]
+        calls = [call for message in new for call in message.get("tool_calls") or ()]
+        if len(new) + len(calls) > _MAX_NEW:
+            with_calls = f", with {len(calls)} tool calls" if calls else ""
+            raise ValueError(f"messages: {len(new)} of them are new{with_calls}; a request may add {_MAX_NEW}")
+        if calls:
+            _check_arguments(calls)
+        more = [copy_message(message) for message in new]
         messages, keys = [*prefix, *more], [key_of(message) for message in more]
         latest = self._latest_placement
         if not more and latest is not None and (latest[0], latest[1].node) == (options, nodes[-1]):
@@ -384,12 +390,8 @@ class Graph:
 # -- messages as agents send them ------------------------------------------------------------------------------------
 
 
-def _check_size(messages: Sequence[Message]) -> None:
-    """ValueError if these messages would hold the event loop, although they are no longer than a prompt may be."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    if len(messages) + len(calls) > _MAX_NEW:
-        with_calls = f", with {len(calls)} tool calls" if calls else ""
-        raise ValueError(f"messages: {len(messages)} of them are new{with_calls}; a request may add {_MAX_NEW}")
+def _check_arguments(calls: Sequence[Any]) -> None:
+    """ValueError if the arguments of these calls would hold the event loop, although a prompt may be as long."""
     functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
     arguments = [str(each.get("arguments")) for each in functions if isinstance(each, Mapping)]
     if sum(map(len, arguments)) > _MAX_CHARS or sum(text.count(",") for text in arguments) > _MAX_VALUES:
