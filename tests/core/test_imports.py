@@ -37,3 +37,13 @@ def test_modules_of_the_same_name_beside_two_scenarios_are_two(tmp_path, monkeyp
     assert places == ["a", "b", "a", "a/inner"], "and Python's own modules are imported once"
     first, again = (import_function("twice:place", tmp_path / "b") for _ in range(2))
     assert first is again
+
+
+def test_packages_without_an_init_file_beside_two_scenarios_are_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for place in ("a", "b"):
+        file = tmp_path / place / "helpers_of_both" / "names.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"def place():\n    return {place!r}\n")
+    places = [import_function("helpers_of_both.names:place", tmp_path / place)() for place in ("a", "b", "a")]
+    assert places == ["a", "b", "a"]

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module, invalidate_caches
+from importlib.machinery import PathFinder
 from importlib.util import LazyLoader, find_spec, module_from_spec
 from pathlib import Path
-from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -62,17 +62,24 @@ def look_first_in(directory: Path) -> None:
     A module of the same name that another scenario of this process has beside it is not taken for the one in here.
     """
     place = str(directory.absolute())
+    invalidate_caches()  # a module may have been written a moment ago
     if sys.path[:1] != [place]:
         if place in sys.path:
             sys.path.remove(place)
         sys.path.insert(0, place)
-        for _, name, _ in iter_modules([place]):
-            file = Path(getattr(sys.modules.get(name), "__file__", None) or "/builtin")
-            if str(file.parents[file.name == "__init__.py"]) in _scenario_places - {place}:
-                for known in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
-                    del sys.modules[known]
+        others = _scenario_places - {place}
+        for name in {loaded.partition(".")[0] for loaded in sys.modules} if others else ():
+            if PathFinder.find_spec(name, [place]) is not None and not others.isdisjoint(_places_of(name)):
+                for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+                    del sys.modules[loaded]
         _scenario_places.add(place)
-    invalidate_caches()  # a module may have been written a moment ago
+
+
+def _places_of(name: str) -> list[str]:
+    """Where a module lies that is loaded; a package without `__init__.py` may lie in several directories."""
+    module = sys.modules.get(name)
+    locations = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or "/builtin"]
+    return [str(Path(location).parent) for location in locations]
 
 
 def lazy_module(name: str) -> ModuleType:
