@@ -7,6 +7,8 @@ import openai
 import pytest
 
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.gateway.sessions.tool_calls import HERMES
+from loopwright.gateway.sessions.turn_options import TurnOptions
 from tests.gateway.harness import ADD, Replier, call, claude_of, client_of, run, serve, user
 
 MUL = {"type": "function", "function": {"name": "mul", "parameters": {"type": "object", "properties": {}}}}
@@ -133,6 +135,12 @@ def test_unsupported_options_are_refused(more, words):
         assert len(session.served.session.graph.nodes) == 1
 
     run_with(Replier(), steps)
+
+
+@pytest.mark.parametrize(("value", "is_single"), [(False, True), (0, True), (True, False), (None, False)])
+def test_a_flag_that_is_0_is_false(value, is_single):
+    options = TurnOptions.from_openai({"parallel_tool_calls": value}, [ADD], HERMES, "")
+    assert options.single_tool_call is is_single
 
 
 @pytest.mark.parametrize("stream", [False, True])

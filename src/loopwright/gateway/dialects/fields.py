@@ -80,7 +80,7 @@ def optional_flag(body: Mapping[str, Any], name: str) -> bool | None:
     value = body.get(name)
     if value and not isinstance(value, bool):
         raise BadRequest(f"{name}: expected true or false, got {short_repr(value)}", name)
-    return value
+    return None if value is None else bool(value)
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
