@@ -11,6 +11,7 @@ from loopwright.core.trial import Reward
 from loopwright.rollouts.judgers.base import BatchJudger, GroupJudger, JudgeFailed, Judger, JudgerConfig
 from loopwright.rollouts.judgers.guard import Guard, JudgerDown, guard_judger
 from loopwright.rollouts.judgers.verdict_parsing import BadVerdict, as_reward
+from loopwright.rollouts.pools.steps import StepInterrupted
 from loopwright.testing import simulate
 from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts.harness import timed
@@ -187,6 +188,44 @@ def test_what_a_judger_changes_reaches_no_other_verdict_and_no_record(kind):
 
     assert len(set(asyncio.run(main()))) == 1
     assert judged == episode(label=[2, 1])
+
+
+class LeaveOne(Judger):
+    async def judge(self, payload):
+        raise SystemExit(3)
+
+
+class LeaveBatch(BatchJudger):
+    async def judge_batch(self, payloads):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("kind", [LeaveOne, LeaveBatch])
+def test_a_class_that_exits_loses_only_its_own_verdicts(kind):
+    async def main():
+        judger = guard_judger(kind())
+        try:
+            return await verdicts(judger, episode(), episode())
+        finally:
+            await judger.close()
+
+    results = simulate(main())
+    assert [type(verdict) for verdict in results] == [JudgeFailed, JudgeFailed]
+    assert all("SystemExit(3)" in str(verdict) for verdict in results)
+
+
+def test_an_attempt_that_blocks_the_event_loop_is_not_repeated():
+    attempts = []
+
+    async def block():
+        attempts.append(1)
+        raise StepInterrupted
+
+    async def main():
+        return await failing(Guard(config(retries=3)), block)
+
+    assert "blocked the event loop" in str(simulate(main()))
+    assert len(attempts) == 1
 
 
 def test_failures_can_be_pickled():

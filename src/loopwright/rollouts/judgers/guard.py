@@ -33,6 +33,7 @@ from loopwright.rollouts.judgers.verdict_parsing import (
     check_entries,
     or_failure,
 )
+from loopwright.rollouts.pools.base import EventLoopBlocked, contain_failures
 
 T = TypeVar("T")
 
@@ -111,8 +112,9 @@ class Guard:
             except (BadVerdict, BadVerdictType, JudgerDown):
                 raise
             except Exception as error:
-                if number + 1 == attempts:
-                    after = f" in {attempts} tries" if attempts > 1 else ""
+                # Code that blocks the event loop delays all others: it is not tried again.
+                if number + 1 == attempts or isinstance(error, EventLoopBlocked):
+                    after = f" in {number + 1} tries" if number else ""
                     raise JudgeFailed(f"judger {self._name!r} gave no verdict{after}: {_describe(error)}") from error
         raise JudgeFailed(f"judger {self._name!r} was never called")  # for the type checker: there is always a try
 
@@ -130,7 +132,7 @@ class Guard:
             timeout_s = self._config.attempt_timeout_s()
             try:
                 async with asyncio.timeout(timeout_s) as scope:
-                    value = await attempt()
+                    value: T = await contain_failures(attempt())
             except (BadVerdict, BadVerdictType):
                 self._breaker.abandon(probe=probe)
                 raise
