@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
@@ -82,6 +83,17 @@ class Blocking(AgentLoop):
         time.sleep(3600)
 
 
+class Leaving(AgentLoop):
+    async def run(self, task, session):
+        if task.id == "leaves":
+            await asyncio.create_task(self.leave())
+        return session.episode(task)
+
+    async def leave(self):
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+
 class Changing(AgentLoop):
     async def run(self, task, session):
         task.extra["points"].append(100)
@@ -94,23 +106,35 @@ def worker_of(loop: type[AgentLoop], deadline_s: float = 600.0) -> LoopWorker:
     return LoopWorker(loop(config), ScriptedEngine(ScriptedConfig(), Path()))
 
 
-@pytest.mark.parametrize("how", ["blocks", "sleeps", "never yields", "sleeps in a task"])
-def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_not(tmp_path, caplog, how):
+def roll_beside_others(tmp_path: Path, id: str, worker: LoopWorker) -> tuple[Episode, list[Episode]]:
+    """The episode of the task with this id, and those of three others that run at the same time."""
+
     async def main():
-        tasks = [Task(how, TASK.messages), *(Task(f"{n}", TASK.messages) for n in range(3))]
-        world = World(tmp_path, None, worker=worker_of(Blocking, 0.5), sources={"t": tasks}, group_size=1)
-        async with world:
+        tasks = [Task(id, TASK.messages), *(Task(f"{n}", TASK.messages) for n in range(3))]
+        async with World(tmp_path, None, worker=worker, sources={"t": tasks}, group_size=1) as world:
             groups = [world.env.open_group(prompt, 1) for prompt in world.env.tasks.prompts()]
             return await asyncio.gather(
                 *(world.env.roll(group, trial) for group in groups for trial in group.in_flight.values())
             )
 
     episodes = {episode.task.id: episode for episode in asyncio.run(main())}
-    blocking = episodes.pop(how)
+    return episodes.pop(id), list(episodes.values())
+
+
+@pytest.mark.parametrize("how", ["blocks", "sleeps", "never yields", "sleeps in a task"])
+def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_not(tmp_path, caplog, how):
+    blocking, episodes = roll_beside_others(tmp_path, how, worker_of(Blocking, 0.5))
     assert (blocking.outcome, blocking.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
     assert "Blocking.run blocked the event loop for " in blocking.reason
-    assert Counter(episode.outcome for episode in episodes.values()) == {Outcome.OK: 3}
+    assert Counter(episode.outcome for episode in episodes) == {Outcome.OK: 3}
     assert sum("Blocking.run blocked the event loop" in record.message for record in caplog.records) == 1
+
+
+def test_l16_a_loop_whose_task_exits_costs_itself_only(tmp_path):
+    leaving, episodes = roll_beside_others(tmp_path, "leaves", worker_of(Leaving))
+    assert (leaving.outcome, leaving.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
+    assert "SystemExit(3)" in leaving.reason
+    assert Counter(episode.outcome for episode in episodes) == {Outcome.OK: 3}
 
 
 class Spinning(AgentLoop):

@@ -183,6 +183,8 @@ class _Steps(Coroutine[Any, Any, Any]):
         self._watch.begin_step(self._call, self._clock())
         try:
             return self._work.send(value)
+        except SystemExit as error:
+            raise _exit_of_task(error) from error
         finally:
             self._watch.end_step(self._call, self._clock())
 
@@ -192,6 +194,8 @@ class _Steps(Coroutine[Any, Any, Any]):
         self._watch.begin_step(self._call, self._clock())
         try:
             return self._work.throw(error)
+        except SystemExit as exit:
+            raise _exit_of_task(exit) from exit
         finally:
             self._watch.end_step(self._call, self._clock())
 
@@ -203,6 +207,11 @@ class _Steps(Coroutine[Any, Any, Any]):
 
     def __getattr__(self, name: str) -> Any:  # what describes a coroutine, such as its name
         return getattr(self._work, name)
+
+
+def _exit_of_task(error: SystemExit) -> RuntimeError:
+    """What is raised instead in a task that a call has created: a SystemExit would end the event loop."""
+    return RuntimeError(f"a task raised {error!r}, which would have ended more than its call")
 
 
 def watch_tasks() -> None:
