@@ -175,6 +175,13 @@ class TestAStep:
         assert (crashed.values, crashed.reward, infeasible.values, infeasible.reward) == ((-50.0,), None, (-9.0,), None)
         assert [row.reward for row in rows(env)] == [None, None]
 
+    def test_ends_even_if_its_directory_cannot_be_deleted(self, make):
+        env = make(keep="failed")
+        for name in ("1", ".1.deleted/of an earlier process"):
+            (env.book.directory / "trials" / name).mkdir(parents=True)
+        (feedback,) = step(env, 3)
+        assert feedback.outcome is Outcome.OK
+
     def test_says_when_the_budget_is_used_up(self, make):
         assert [feedback.done for feedback in step(make(budget=2), 1, 2)] == [False, True]
 

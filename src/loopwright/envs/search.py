@@ -269,7 +269,7 @@ class SearchEnv:
                 self._best = {n: old for n, old in self._best.items() if n not in doomed} | {trial.number: new}
         for number in doomed:
             # Renamed first: a worker that takes an unused directory for its next call does not find this one.
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # gone already, or not to be removed
                 directory = self._trials_directory / str(number)
                 directory = directory.rename(self._trials_directory / f".{number}.deleted")
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
