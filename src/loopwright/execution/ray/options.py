@@ -19,7 +19,7 @@ _RUNTIME_ENV = (
 """The keys of a runtime environment."""
 _CONNECT_S = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""Opens a connection of HTTP/2, by which a head is reached, with an empty frame of settings; the answer is another."""
+"""How an HTTP/2 connection begins, with an empty SETTINGS frame. A cluster's head answers with a SETTINGS frame."""
 
 
 class RayOptions(SystemConfig):

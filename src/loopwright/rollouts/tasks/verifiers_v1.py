@@ -100,7 +100,7 @@ class LoadedTaskset:
         return self._tasks[index]
 
     def rows(self, limit: int | None) -> Iterator[dict[str, Any]]:
-        """The tasks as our rows."""
+        """The tasks as rows, at most `limit` of them."""
         if limit is None and self.taskset.INFINITE:
             raise TasksError(f"taskset {self.env!r} has no end: set `limit`")
         harness = vf.load_harness(self.agent_config.harness)
