@@ -201,6 +201,7 @@ exec {shutil.which("sbatch")} "$@"
     assert result.code == 0, result.err
     assert "Waiting for those in its queue" in result.err
     assert attempts_of(one) == {n: ["ok"] for n in range(1, 7)}
+    assert [*one.output.rglob("lw-*.json")] == [], "refused submissions leave no files"
 
 
 def test_accounting_may_lag(slurm, tmp_path, monkeypatch):

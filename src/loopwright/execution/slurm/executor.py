@@ -391,6 +391,8 @@ class SlurmExecutor(Executor):
         if not error.transient:
             if not self._accepted and not await self._would_take(1, 0, None):
                 raise ClusterError(f"Slurm refuses every job: {error}. Check [system].") from error
+            for job in batch:
+                self._path(job, "json").unlink(missing_ok=True)  # of the refused submission
             if await self._would_take(*batch[0].request):
                 # An array is larger than the cluster allows, or the user has as many jobs as the cluster allows.
                 if len(batch) > 1:
@@ -406,7 +408,6 @@ class SlurmExecutor(Executor):
                         log.warning("Slurm takes no further job: %s. Waiting for those in its queue.", error)
                     self._is_full = True
                     await asyncio.sleep(self._system.poll_s)
-                    self._path(job, "json").unlink(missing_ok=True)
                     self._resubmit(job)
                     return
         for job in batch:
