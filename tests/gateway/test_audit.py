@@ -109,7 +109,7 @@ def test_a_store_of_another_format_is_not_read(captured, tmp_path):
     path = changed(captured, tmp_path, "logprobs", lambda logprob: logprob)
     with closing(sqlite3.connect(path / "gateway.db")) as store:
         store.execute("PRAGMA user_version = 4")
-    expected = "has format 4, and this Loopwright reads 6. Choose another --output"
+    expected = "has format 4, and this Loopwright reads 6. Use the Loopwright that wrote it"
     with pytest.raises(LedgerError, match=expected), gateway_episodes(path / "gateway.db"):
         pass
 

@@ -76,8 +76,8 @@ class Signals:
         if self.received is not None and not self.retrying:
             for book in self.books:
                 book.kill()
-            if os.isatty(1):  # a live display hides the cursor
-                os.write(1, b"\x1b[?25h\nstopped at once; continue with `loopwright resume`\n")
+            if terminal := next((fd for fd in (2, 1) if os.isatty(fd)), 0):  # a live display hides the cursor
+                os.write(terminal, b"\x1b[?25h\nstopped at once; continue with `loopwright resume`\n")
             os._exit(128 + number)
         self.received, self.retrying = self.received or number, False
         going_on = [book for book in list(self.books) if not book.stop()]
@@ -298,10 +298,10 @@ def _record_failure(error: Exception | SystemExit, ledger: Ledger | None, name: 
     lost server or a `sys.exit`, but not after a bug or a full disk, which must not be hidden by what is written here.
     """
     text = "".join(traceback.format_exception(error))
-    is_harmless = isinstance(error, (*_SERVER_ERRORS, SystemExit))
+    others_continue = isinstance(error, (*_SERVER_ERRORS, SystemExit))
     if isinstance(error, SystemExit):
         log.error("run %r: its code called sys.exit(%r), which fails the run", name, error.code)
-    elif is_harmless:
+    elif others_continue:
         log.error("run %r: %s Continue with `loopwright resume`.", name, sentence(error))
         text = f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error)
     else:
@@ -309,11 +309,11 @@ def _record_failure(error: Exception | SystemExit, ledger: Ledger | None, name: 
     try:
         if ledger is not None:
             ledger.set_state("failure", text)
-        if not is_harmless:
+        if not others_continue:
             (output / _FAILURE_FILE).write_text(text)
     except (OSError, LoopwrightError):
         log.warning("the failure could not be written to %s", output)
-    return is_harmless
+    return others_continue
 
 
 # -- the output directory ------------------------------------------------------------------------------------------

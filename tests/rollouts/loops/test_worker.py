@@ -153,7 +153,7 @@ class Mute(Exception):
         (SystemExit(3), "SystemExit(3)"),
         (BaseExceptionGroup("", [BaseException("own")]), "BaseException('own')"),
         (asyncio.CancelledError(), "cancelled its own call"),
-        (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "ExceptionGroup: two"),
+        (ExceptionGroup("two", [ExceptionGroup("", [ValueError("a")]), KeyError("b")]), "ValueError: a"),
     ],
     ids=["error", "without words", "without text", "exit", "base", "cancellation", "group"],
 )

@@ -279,8 +279,8 @@ class SlurmExecutor(Executor):
             self._waiting.remove(job)
             self._finish(job, KILLED)
         running = {job: job.info.id for job in jobs if job.info is not None and not job.info.is_final}
+        # Jobs of our predecessor that the queue has not shown yet.
         adopted = {job: f"--name={job.name}" for job in jobs if job.info is None and job.submitted}
-        """Jobs of our predecessor that the queue has not shown yet."""
         if not running and not adopted and not self._unwanted:
             return
         now_s = time.monotonic()

@@ -330,7 +330,10 @@ def truncate_statements(session: str, first: int) -> list[Statement]:
 def check_version(path: Path, version: int) -> None:
     """LedgerError unless a store has the format that is read here."""
     if version != VERSION:
-        raise LedgerError(f"{path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output.")
+        raise LedgerError(
+            f"{path} has format {version}, and this Loopwright reads {VERSION}. Use the Loopwright that wrote it, or "
+            "start in another --output."
+        )
 
 
 # -- nodes as rows ----------------------------------------------------------------------------------------------------

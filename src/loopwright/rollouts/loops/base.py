@@ -139,7 +139,9 @@ def truncated_episode(task: Task, session: Session) -> Episode:
 
 
 def describe_error(error: BaseException) -> str:
-    """A user's exception in one line, whatever its `__str__` does."""
+    """A user's exception in one line, whatever its `__str__` does; of a group, its first one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  only its text is lost
