@@ -2,7 +2,9 @@
 
 Both sample through our gateway with 64 rollouts at a time, in verifiers' interpreter, in turn. Ours has the ledger,
 the judger and the report; theirs writes nothing, so a busy disk delays ours only: the best round of each counts, and
-CPU time stands beside it. `python -m benchmarks.environments` is what runs there.
+CPU time stands beside it. Whether Python searches the whole heap for garbage in each round of one side, which takes a
+third of its time, differs from process to process: the usual one of several counts. `python -m benchmarks.environments`
+is what runs there.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from benchmarks.measure import Ratio
 _ROOT = Path(__file__).resolve().parent.parent
 _PYTHON = _ROOT / ".venvs" / "verifiers" / "bin" / "python"
 _EXAMPLE = _ROOT / "examples" / "environments"
-_COUNT, _ROUNDS = 200, 6
+_COUNT, _ROUNDS, _PROCESSES = 200, 6, 5
 
 
 def run() -> Iterator[Ratio]:
@@ -29,13 +32,19 @@ def run() -> Iterator[Ratio]:
         print("environments: skipped, since verifiers is not installed: run `make .venvs/verifiers/.ready`")
         return
     command = [str(_PYTHON), "-m", "benchmarks.environments"]
-    output = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True).stdout
-    figures = json.loads(output.splitlines()[-1])
-    ours, theirs = (min(figures["wall"][name]) for name in ("ours", "theirs"))
-    cpu = min(figures["cpu"]["ours"]) / min(figures["cpu"]["theirs"])
-    detail = f"{_COUNT} rollouts with a tool: {ours:.2f} s against {theirs:.2f} s; "
-    detail += f"CPU time {cpu:.2f} ×; equal rewards: {figures['equal']}"
-    yield Ratio("verifiers' environment", ours / theirs if figures["equal"] else float("inf"), 1.2, detail=detail)
+    ratios = []
+    for _ in range(_PROCESSES):
+        output = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True).stdout
+        figures = json.loads(output.splitlines()[-1])
+        ours, theirs = (min(figures["wall"][name]) for name in ("ours", "theirs"))
+        cpu = min(figures["cpu"]["ours"]) / min(figures["cpu"]["theirs"])
+        detail = f"{_COUNT} rollouts with a tool: {ours:.2f} s against {theirs:.2f} s; "
+        detail += f"CPU time {cpu:.2f} ×; equal rewards: {figures['equal']}"
+        ratios.append((ours / theirs if figures["equal"] else float("inf"), detail))
+    ratios.sort()
+    (best, _), (usual, detail), (worst, _) = ratios[0], ratios[_PROCESSES // 2], ratios[-1]
+    detail += f"; {best:.2f} to {worst:.2f} × in {_PROCESSES} processes"
+    yield Ratio("verifiers' environment", usual if isfinite(worst) else worst, 1.2, detail=detail)
 
 
 def _ours(directory: Path) -> dict[int, float]:
