@@ -73,9 +73,8 @@ def serve(
     options = dict(assignment(text, "--set") for text in settings or ())
     names = [name for name in options if name.startswith("engine.")]
     engine_options = {name.removeprefix("engine."): options.pop(name) for name in names}
-    config = parse_settings(
-        trial_server.TrialServerConfig, {"host": host, "port": port, "concurrency": concurrency} | options
-    )
+    values = {"host": host, "port": port, "concurrency": concurrency} | options
+    config = parse_settings(trial_server.TrialServerConfig, values)
     if config.public and token_file is None:
         raise typer.BadParameter(
             f"{config.host} is open to other machines, and every client may run commands here. Restrict it to clients "

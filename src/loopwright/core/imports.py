@@ -69,17 +69,15 @@ def look_first_in(directory: Path) -> None:
         sys.path.insert(0, place)
         others = _scenario_places - {place}
         for name in {loaded.partition(".")[0] for loaded in sys.modules} if others else ():
-            if PathFinder.find_spec(name, [place]) is not None and not others.isdisjoint(_places_of(name)):
+            if PathFinder.find_spec(name, [place]) is None:
+                continue
+            module = sys.modules.get(name)
+            # A package without `__init__.py` may lie in several directories.
+            locations = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or "/builtin"]
+            if not others.isdisjoint(str(Path(location).parent) for location in locations):
                 for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
                     del sys.modules[loaded]
         _scenario_places.add(place)
-
-
-def _places_of(name: str) -> list[str]:
-    """Where a module lies that is loaded; a package without `__init__.py` may lie in several directories."""
-    module = sys.modules.get(name)
-    locations = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or "/builtin"]
-    return [str(Path(location).parent) for location in locations]
 
 
 def lazy_module(name: str) -> ModuleType:
