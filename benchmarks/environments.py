@@ -2,9 +2,9 @@
 
 Both sample through our gateway with 64 rollouts at a time, in verifiers' interpreter, in turn. Ours has the ledger,
 the judger and the report; theirs writes nothing, so a busy disk delays ours only: the best round of each counts, and
-CPU time stands beside it. Whether Python searches the whole heap for garbage in each round of one side, which takes a
-third of its time, differs from process to process: the usual one of several counts. `python -m benchmarks.environments`
-is what runs there.
+CPU time stands beside it. A search of the whole heap for garbage takes a third of a round. Which rounds it falls into
+differs from process to process, so the median of several processes counts. `python -m benchmarks.environments` is what
+runs there.
 """
 
 import asyncio

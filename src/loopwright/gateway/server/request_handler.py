@@ -51,7 +51,7 @@ _CLIENT_LEFT = 499
 _MAX_NAMES, _MAX_NAME = 32, 80
 """How many ignored fields a header names, and how many characters of each."""
 _MAX_VALUES = 8192
-"""Tokens and alternatives of a response that the event loop writes itself: that takes a few milliseconds."""
+"""Tokens and alternatives of a response that the event loop renders itself: that takes a few milliseconds."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
