@@ -1,7 +1,6 @@
 """Anthropic Messages: requests become messages for the policy, and its turns become responses."""
 
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -137,7 +136,7 @@ def test_sampling_overrides_that_of_the_session():
 def test_unknown_fields_are_accepted():
     thinking = {"type": "enabled", "budget_tokens": 1024}
     ask = parse(metadata={"user_id": "u"}, thinking=thinking, betas=["x"], tool_choice={"type": "auto"}, unheard=1)
-    assert ask == replace(parse(), ignored={"unheard": 1, "thinking": thinking})
+    assert ask == parse()._replace(ignored={"unheard": 1, "thinking": thinking})
 
 
 def test_a_prefill_is_the_beginning_of_the_next_message():

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby
 
 import openai
@@ -128,7 +127,7 @@ def test_unknown_fields_are_accepted():
     more = {"metadata": {"a": "b"}, "store": False, "truncation": "auto", "reasoning": {"effort": "low"}, "unheard": 1}
     ask = parse(**more, parallel_tool_calls=True, text={"verbosity": "low"}, previous_response_id=None)
     ignored = {"truncation": "auto", "reasoning": {"effort": "low"}, "unheard": 1, "text.verbosity": "low"}
-    assert replace(ask, echo={}, recorded={}) == replace(parse(), ignored=ignored, echo={}, recorded={})
+    assert ask._replace(echo={}, recorded={}) == parse()._replace(ignored=ignored, echo={}, recorded={})
 
 
 REFUSED = [

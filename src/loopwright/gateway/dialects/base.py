@@ -15,10 +15,10 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from operator import attrgetter, is_
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import orjson
 
@@ -51,8 +51,7 @@ _REST = secrets.token_hex(16)
 _OPEN = b'{"%b":[' % _REST.encode()
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
+class TurnRequest(NamedTuple):  # created faster than a dataclass
     """What an agent asks for, in any dialect."""
 
     messages: Sequence[Message]
@@ -75,21 +74,21 @@ class TurnRequest:
     """Whether the last message is the start of the turn."""
     return_token_ids: bool = False
     """Whether the response contains the ids of prompt and turn."""
-    tool_origins: Mapping[str, ToolOrigin] = field(default_factory=dict)
+    tool_origins: Mapping[str, ToolOrigin] = MappingProxyType({})
     """How the client described tools that are not plain functions, by the name that the policy knows."""
-    echo: Mapping[str, Any] = field(default_factory=dict)
+    echo: Mapping[str, Any] = MappingProxyType({})
     """Fields that the response repeats."""
     conversation: str = ""
     """The stored conversation that this is a turn of."""
     has_instructions: bool = False
     """Whether the first message is for this turn only."""
-    recorded: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Mapping[str, Any] = MappingProxyType({})
     """What a stored response needs to know of the request."""
     calls_functions: bool = False
     """Whether the client sends `functions`, and gets a `function_call` rather than tool calls."""
     branch: str = ""
     """The client's name for the conversation, such as that of a sub-agent."""
-    ignored: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Mapping[str, Any] = MappingProxyType({})
     """Fields without effect here that the client may rely on; they are recorded, and named in the response."""
 
     @property
@@ -97,10 +96,6 @@ class TurnRequest:
         """The messages of each conversation: raw prompts are one each."""
         is_raw = bool(self.messages) and self.messages[0].get("role") == RAW
         return [[message] for message in self.messages] if is_raw else [self.messages]
-
-
-_SETTINGS = attrgetter(*(each.name for each in fields(TurnRequest)[1:]))
-"""All of a request except its messages. `replace` is slow."""
 
 
 def continue_message(request: TurnRequest) -> TurnRequest:
@@ -117,7 +112,7 @@ def continue_message(request: TurnRequest) -> TurnRequest:
         if options.prefill and options.parse_tool_calls:
             raise BadRequest("tool_choice: a turn with a prefill cannot start with a call", "tool_choice")
         options = replace(options, prefill=prefill, prefill_visible=False)
-    return replace(request, messages=messages, options=options)
+    return request._replace(messages=messages, options=options)
 
 
 class StreamWriter(ABC):
@@ -218,7 +213,7 @@ class Dialect(ABC):
         # An agent sends the same settings with every request, so they are parsed once.
         if self._settings is None or self._settings[0] != settings_json:
             self._settings = settings_json, self._parse_settings(settings, messages)
-        request = TurnRequest(messages, *_SETTINGS(self._settings[1]))
+        request = TurnRequest(messages, *self._settings[1][1:])
         # Most messages have a role and a content only.
         if self.message_fields and max(map(len, body["messages"])) > 2:
             others = [message for message in body["messages"] if len(message) > 2]
@@ -226,7 +221,7 @@ class Dialect(ABC):
             notes = {
                 f"messages.{name}": recordable(values[name]) for name in sorted(values.keys() - self.message_fields)
             }
-            request = replace(request, ignored={**request.ignored, **notes})
+            request = request._replace(ignored={**request.ignored, **notes})
         return continue_message(request) if request.continues else request
 
     def _parse_settings(self, settings: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
@@ -239,7 +234,8 @@ class Dialect(ABC):
         request = self.parse_settings(settings, messages)
         options = replace(request.options, chat_template_kwargs=template_arguments(settings))
         return_ids = flag(settings, "return_token_ids")
-        return replace(request, options=options, return_token_ids=return_ids, ignored={**ignored, **request.ignored})
+        ignored = {**ignored, **request.ignored}
+        return request._replace(options=options, return_token_ids=return_ids, ignored=ignored)
 
     @abstractmethod
     def parse_messages(self, body: Mapping[str, Any]) -> Sequence[Message]:
@@ -286,11 +282,11 @@ BodyStart = tuple[dict[str, Any], str, int]
 """The fields before the list of messages, the name of the list, and where its last message ends."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Prefix:
     """The start of a body: its bytes up to the end of a message, and what they contain."""
 
-    data: bytes
+    data: memoryview
     digest: blake2b
     fields: dict[str, Any]
     name: str
@@ -333,17 +329,12 @@ class BodyReader:
         self._new_digest = blake2b(digest_size=16, person=dialect.encode()[:16])
         self._prefixes: list[_Prefix] = []
         self._candidates: list[_Prefix] = []
+        self.known: tuple[list[Any], list[Message]] = [], []
+        """The items of the body that was read last, and as messages those that were parsed before."""
 
     def count_new(self, body: bytes) -> int:
         """How many bytes of a body have to be parsed."""
         return len(body) - max((len(p.data) for p in self._prefixes if body.startswith(p.data)), default=0)
-
-    def parsed(self, items: Sequence[Any]) -> list[Message]:
-        """The messages of the first of these items, as far as an accepted body had the very same ones."""
-        for prefix in self._prefixes:
-            if prefix.messages and len(prefix.items) <= len(items) and all(map(is_, prefix.items, items)):
-                return prefix.messages
-        return []
 
     def remember(self, items: Sequence[Any], messages: list[Message]) -> None:
         """Remember how the items of the body that was read last were parsed, one message for each."""
@@ -373,7 +364,7 @@ class BodyReader:
             fields, name, end = start
             digest = self._new_digest.copy()
             digest.update(body[:end])
-            new = _Prefix(body[:end], digest, fields, name, content[name])
+            new = _Prefix(memoryview(body)[:end], digest, fields, name, content[name])
             self._candidates = [new, *self._prefixes[: _MAX_PREFIXES - 1]]
 
     def read(self, body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -382,6 +373,7 @@ class BodyReader:
         for prefix in self._prefixes:
             if body.startswith(prefix.data) and (parsed := prefix.parse(body)) is not None:
                 content = {**prefix.fields, prefix.name: parsed[0], **parsed[1]}
+                self.known = parsed[0], prefix.messages
                 return content, self._remember(prefix, body, *parsed)
         # Before its tokens are scanned: the search for the end of an unterminated string would take forever.
         data = parse_object(body)
@@ -400,7 +392,7 @@ class BodyReader:
         fields, digest = orjson.loads(body[:at] + b"]}"), self._new_digest.copy()
         del fields[name]
         digest.update(body[:at])
-        return _Prefix(body[:at], digest, fields, name, [])
+        return _Prefix(memoryview(body)[:at], digest, fields, name, [])
 
     def _remember(
         self, prefix: _Prefix, body: bytes, items: list[Any], tail_fields: dict[str, Any], end: int | None
@@ -412,7 +404,7 @@ class BodyReader:
             digest.update(body[start:end])
             others = [each for each in self._prefixes if each is not prefix]
             tail = (body[end:], tail_fields) if len(body) - end <= _MAX_TAIL_BYTES else ()
-            new = _Prefix(body[:end], digest.copy(), prefix.fields, prefix.name, items, *tail)
+            new = _Prefix(memoryview(body)[:end], digest.copy(), prefix.fields, prefix.name, items, *tail)
             self._candidates = [new, *others[: _MAX_PREFIXES - 1]]
             start = end
         digest.update(body[start:])

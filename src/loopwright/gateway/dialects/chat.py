@@ -48,11 +48,13 @@ class ChatCompletions(Dialect):
     )
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
-        items = fields.objects(body.get("messages"), "messages")
-        if not items:
+        items: Any = body.get("messages")
+        messages = list(self.bodies.known[1]) if items is self.bodies.known[0] else []
+        start = len(messages)
+        new = fields.objects(items, "messages", start)
+        if not messages and not new:
             raise BadRequest("messages: at least one message is required", "messages")
-        messages = list(self.bodies.parsed(items))
-        messages += [_message(item, index) for index, item in enumerate(items[len(messages) :], len(messages))]
+        messages += [_message(item, index) for index, item in enumerate(new, start)]
         self.bodies.remember(items, messages)
         return messages
 

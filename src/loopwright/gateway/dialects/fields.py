@@ -64,13 +64,13 @@ def non_empty_text(value: Any, where: str) -> str:
     return str(value)
 
 
-def objects(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """A list of objects; empty if it is missing."""
-    items = [] if value is None else value
-    if not isinstance(items, list):
+def objects(value: Any, where: str, start: int = 0) -> list[Mapping[str, Any]]:
+    """A list of objects, from this index on; empty if it is missing."""
+    if value is not None and not isinstance(value, list):
         raise BadRequest(f"{where}: expected a list, got {short_repr(value)}", where)
+    items = (value or [])[start:]
     if set(map(type, items)) - {dict}:
-        index, item = next((index, item) for index, item in enumerate(items) if not isinstance(item, dict))
+        index, item = next((index, item) for index, item in enumerate(items, start) if not isinstance(item, dict))
         raise BadRequest(f"{where}.{index}: expected an object, got {short_repr(item)}", f"{where}.{index}")
     return items
 

@@ -7,7 +7,6 @@ is the assistant's (a prefill), the turn starts with its text, and the response 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from loopwright.core.task import Message
@@ -344,7 +343,7 @@ class _Stream(StreamWriter):
         (turn,) = turns
         last = {"type": "message_delta", "delta": _stop_reason(turn), "usage": _usage(turn)}
         if self.prompts:
-            last |= fields.token_fields(replace(turn, prompt_ids=self.prompts[0]))
+            last |= fields.token_fields(turn._replace(prompt_ids=self.prompts[0]))
         return self._close() + _event(last) + _event({"type": "message_stop"})
 
     def fail(self, message: str, *, kind: str) -> bytes:

@@ -5,7 +5,7 @@ What a request refers to (`previous_response_id`, `conversation`, `item_referenc
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 
 from loopwright.core.task import Message
@@ -63,8 +63,8 @@ class Responses(Dialect):
             recorded["model"] = request.model
         if request.tool_origins:
             recorded["origins"] = {name: astuple(origin) for name, origin in request.tool_origins.items()}
-        request = replace(request, conversation=conversation, has_instructions=has_instructions)
-        return replace(request, echo=echo, recorded=recorded)
+        request = request._replace(conversation=conversation, has_instructions=has_instructions)
+        return request._replace(echo=echo, recorded=recorded)
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
         """Instructions, the stored conversation that the request refers to, then the items of the input."""
@@ -362,7 +362,7 @@ class _Stream(StreamWriter):
         events += self._close(_status(turn))
         self._response.update(_result(self._tokenizer, turn), output=self._done)
         if self.prompts:
-            self._response.update(fields.token_fields(replace(turn, prompt_ids=self.prompts[0])))
+            self._response.update(fields.token_fields(turn._replace(prompt_ids=self.prompts[0])))
         return events + self._event(f"response.{_status(turn)}", response=self._response)
 
     def fail(self, message: str, *, kind: str) -> bytes:

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -182,9 +181,10 @@ class RequestHandler:
         raise Refusal(403, "permission", message, retry=False)
 
     def _dialect(self, session: ServedSession, path: str) -> Dialect:
-        inner = session.session
-        dialect = ROUTES[path](inner.engine.tokenizer, inner.sampling, inner.template.grammar, session.history)
-        session.dialects[path] = dialect
+        tokenizer, template = session.session.engine.tokenizer, session.session.template
+        dialect = session.dialects[path] = ROUTES[path](
+            tokenizer, session.config.defaults, template.grammar, session.history
+        )
         return dialect
 
     async def _read(self, request: web.Request, limit: int) -> bytes:
@@ -251,7 +251,7 @@ class RequestHandler:
             turn_request = dialect.parse(body)
             if branch := headers.get("x-loopwright-branch") or headers.get("thread-id"):
                 name = branch[:_MAX_NAME].encode("utf-8", "replace").decode()  # or the store could never write it
-                turn_request = replace(turn_request, branch=name)
+                turn_request = turn_request._replace(branch=name)
             call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
             dialect.bodies.keep()
             request[CALL] = turn_request, call
@@ -264,7 +264,7 @@ class RequestHandler:
                 turns = await call.result()
                 if turn_request.return_token_ids:
                     prompts = call.prompts()
-                    turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
+                    turns = [turn._replace(prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
                 values = sum(len(turn.ids) * (1 + turn_request.top_logprobs) + len(turn.prompt_ids) for turn in turns)
                 render = partial(dialect.render, turn_request, call.id, turns)
                 data = render() if values <= _MAX_VALUES else await asyncio.to_thread(render)

@@ -94,7 +94,7 @@ class SessionCall:
         self._followers += 1
         if self.idle:
             self.deltas, self._abandoned = [], False
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._on_done)
             if self.owner.store is not None:
                 self.owner.store.calls += 1
@@ -206,7 +206,9 @@ class SessionCall:
     def _wake(self) -> None:
         if self._next_wake is not None:
             self._next_wake.cancel()
-        self._next_wake, self._woken_at = None, asyncio.get_running_loop().time()
+        self._next_wake = None
+        if self.streamed:
+            self._woken_at = asyncio.get_running_loop().time()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -303,7 +305,7 @@ class SessionCall:
                 sampling_json, options_json = draft.sampling.model_dump_json(), draft.options.as_json()
                 owner.latest_intent = draft.sampling, draft.options, sampling_json, options_json
             call = (self.id, choice, self.digest, self.record.dialect, sampling_json, draft.seed, now)
-            prompt = (verdict.kind, verdict.reason, verdict.token, self.record.as_json(options_json))
+            prompt = (verdict.kind.value, verdict.reason, verdict.token, self.record.as_json(options_json))
             statements.append((INTENT, (*owner.node_row(draft.node), *call, *prompt)))
         return statements
 

@@ -360,14 +360,24 @@ class Graph:
             ids, count = array("q"), 0
         elif new.startswith(rest := ids[count:].tobytes()):  # the turn that was opened there
             new, count = new[len(rest) :], len(ids)
-        is_given = self.nodes[number].finish is None  # a running turn may still grow; a given message never does
-        if not is_given or sys.getrefcount(ids) > _OWN_REFERENCES:
+        is_complete = self.nodes[number].finish != "cut"  # a running turn may still grow
+        if not is_complete or sys.getrefcount(ids) > _OWN_REFERENCES:
             ids = ids[:count]
         del ids[count:]
         ids.frombytes(new)
-        if is_given:
+        if is_complete:
             self._latest = number, len(ids) - len(opening), ids
         return ids
+
+    def packed_ids(self, number: int) -> bytes:
+        """The ids of a node for the store, packed once for it and for the prompts that contain them."""
+        node = self.nodes[number]
+        if node.finish not in (None, "cut") and self._latest[0] == node.parent:
+            self.ids(number)
+        latest, end, ids = self._latest
+        if latest == number:
+            return ids[end - len(node.ids) : end].tobytes()
+        return packer(f"{len(node.ids)}q").pack(*node.ids)
 
     def _fork(self, last: int, siblings: Sequence[int], node: int, reason: str) -> Verdict:
         """The verdict on new messages up to `node`, which branch off after `last` beside these siblings."""

@@ -64,10 +64,9 @@ class ServedSession:
     ) -> None:
         self.id, self.config, self.store, self.clock = id, config, store, clock
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
-        sampling = config.defaults
         self.session = Session(
             engine,
-            sampling,
+            config.defaults,
             seed=config.seed or id,
             limits=SessionLimits(config.calls, config.tokens, max_recorded),
             template=template,
@@ -90,7 +89,7 @@ class ServedSession:
         """Calls that may not be stored completely yet."""
         self.history = SessionHistory(self)
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling, Mapping[str, str]]
-        self._pinned = None, (), sampling, {}
+        self._pinned = None, (), config.defaults, {}
         self.latest_intent: tuple[Sampling | None, TurnOptions | None, str, str] = None, None, "", ""
         """The sampling and the options of the latest turn, and both as JSON: usually those of the next one, too."""
         self.dialects: dict[str, Dialect] = {}
@@ -250,7 +249,7 @@ class ServedSession:
     def node_row(self, number: int) -> tuple[Any, ...]:
         """A node as the store has it."""
         graph = self.session.graph
-        return node_row(self.id, number, graph.nodes[number], graph.keys.get(number))
+        return node_row(self.id, number, graph.nodes[number], graph.keys.get(number), graph.packed_ids(number))
 
     async def settle(self) -> None:
         """Return once the store has the session's current status. One task writes it for all who wait."""

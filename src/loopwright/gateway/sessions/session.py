@@ -24,7 +24,6 @@ from loopwright.gateway.sessions.turn_parser import THINK, TurnParser
 OnDelta = Callable[[Delta], None]
 """Called with each delta of a turn while it is sampled."""
 _EMPTY: Message = {"role": "assistant", "content": ""}
-_WITHOUT_CALLS = PLAIN, replace(PLAIN, parse_tool_calls=False)
 
 
 class BudgetSpent(LoopwrightError, RuntimeError):
@@ -97,7 +96,7 @@ class Session:
         self.graph = Graph(self.template, forks=forks)
         self.verdicts: dict[int, Verdict] = {}
         """The exactness of each turn, by its node."""
-        self._without_calls = _WITHOUT_CALLS
+        self._without_calls = PLAIN, replace(PLAIN, parse_tool_calls=False)
         self._reshapes = sampling, sampling.reshapes
         self._running: dict[int, Draft] = {}
         self._turns = self._sampled = self._reserved = 0
@@ -221,10 +220,14 @@ class Session:
         is_live = on_delta is not None or parser.may_stop
         if before and is_live:  # a continued turn is streamed from its start
             _feed(parser, on_delta, draft.ids, draft.logprobs, draft.tops)
+        start = asyncio.get_running_loop().time()
+        self.engine_wait.count("generate", 1, start)
         try:
-            with self.phase("generate"):
-                finish = await self._generate(draft, parser if is_live else None, on_delta)
+            finish = await self._generate(draft, parser if is_live else None, on_delta)
             self.verdicts[node] = draft.verdict
+        except asyncio.CancelledError:
+            self.interrupted = "generate", start, asyncio.get_running_loop().time()
+            raise
         except (ContextFull, BadSampling) as error:  # the request's fault; everything that was sampled is known
             if isinstance(error, ContextFull) and not draft.ids:
                 self.engine.max_context = error.limit  # so that the next prompt of this length is not even rendered
@@ -234,6 +237,7 @@ class Session:
             self.verdicts[node] = Verdict(Exactness.BROKEN, reason, len(draft.prompt) + len(draft.ids))
             raise
         finally:
+            self._end_phase("generate", start)
             # What was sampled is recorded, even if this call ends here: as a branch that leads no further.
             self._sampled += len(draft.ids) - before
             self.release(draft)
@@ -367,18 +371,20 @@ class Session:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds inside to a phase, such as `tools`: work that was done on behalf of the policy."""
-        clock = asyncio.get_running_loop().time
-        start = clock()
+        start = asyncio.get_running_loop().time()
         self.engine_wait.count(name, 1, start)
         try:
             yield
         except asyncio.CancelledError:
-            self.interrupted = name, start, clock()
+            self.interrupted = name, start, asyncio.get_running_loop().time()
             raise
         finally:
-            end = clock()
-            self.phases_s[name] = self.phases_s.get(name, 0.0) + end - start
-            self.engine_wait.count(name, -1, end)
+            self._end_phase(name, start)
+
+    def _end_phase(self, name: str, start: float) -> None:
+        end = asyncio.get_running_loop().time()
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + end - start
+        self.engine_wait.count(name, -1, end)
 
     def silent_s(self, now: float | None = None) -> float:
         """How long the engine has returned no token, or had, without `now`, when a turn was last cancelled.

@@ -339,7 +339,7 @@ def check_version(path: Path, version: int) -> None:
 # -- nodes as rows ----------------------------------------------------------------------------------------------------
 
 
-def node_row(session: str, number: int, node: Node, key: Key | None) -> tuple[Any, ...]:
+def node_row(session: str, number: int, node: Node, key: Key | None, ids: bytes) -> tuple[Any, ...]:
     """A node as the values of `NODE`. A key that follows from the message is stored empty, as are zeros as logprobs."""
     logprobs = node.logprobs if node.spans else ()
     return (
@@ -348,7 +348,7 @@ def node_row(session: str, number: int, node: Node, key: Key | None) -> tuple[An
         node.parent or 0,
         None if key is None else json.dumps(key) if key[2] else "",
         orjson.dumps(node.message).decode(),
-        packer(f"{len(node.ids)}q").pack(*node.ids),
+        ids,
         packer(f"{len(logprobs)}d").pack(*logprobs),
         orjson.dumps([(span.start, span.stop, span.version) for span in node.spans]).decode(),
         node.finish,
