@@ -113,7 +113,7 @@ async def _serve(engine: Engine, config: GatewayConfig, output: Path | None, tok
             # Requests leave no reference cycles, so a collection only costs time: those of young objects are frequent
             # enough to be short (8 ms), and all objects are visited next to never.
             gc.freeze()
-            gc.set_threshold(5_000, 10, 4_000)
+            gc.set_threshold(15_000, 3, 4_000)
             typer.echo(f"serving sessions at {gateway.address}; open one with POST {gateway.address}/sessions")
             if engine.config.type == "relay":
                 typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)

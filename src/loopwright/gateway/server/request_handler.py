@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -237,25 +237,13 @@ class RequestHandler:
         self._check_key(request, session)
         if session.status != "open":
             raise session.refusal()
-        dialect, headers = session.dialects.get(path) or self._dialect(session, path), request.headers
-        retries = headers.get("x-stainless-retry-count", "0")
-        is_retry = retries.isdecimal() and int(retries[:9]) > 0
-        content: AbstractAsyncContextManager[tuple[dict[str, Any], bytes]]
+        dialect = session.dialects.get(path) or self._dialect(session, path)
         if (size := request.content_length) is not None and size <= LARGE_BYTES:
-            content = nullcontext(dialect.bodies.read(await self._read(request, self._config.body_bytes)))
+            content = dialect.bodies.read(await self._read(request, self._config.body_bytes))
+            turn_request, call = _join(request, session, dialect, *content)
         else:
-            content = self._large_body(request, session, dialect)
-        async with content as (body, digest):
-            if session.status != "open":
-                raise session.refusal()
-            turn_request = dialect.parse(body)
-            if branch := headers.get("x-loopwright-branch") or headers.get("thread-id"):
-                name = branch[:_MAX_NAME].encode("utf-8", "replace").decode()  # or the store could never write it
-                turn_request = turn_request._replace(branch=name)
-            call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
-            dialect.bodies.keep()
-            request[CALL] = turn_request, call
-            call.join()
+            async with self._large_body(request, session, dialect) as content:
+                turn_request, call = _join(request, session, dialect, *content)
         is_delivered = False
         try:
             if turn_request.stream:
@@ -348,6 +336,25 @@ class RequestHandler:
         if "model" in request.match_info:
             return json_response({**model, "id": request.match_info["model"]})
         return json_response({"object": "list", "data": [model]})
+
+
+def _join(
+    request: web.Request, session: ServedSession, dialect: Dialect, body: dict[str, Any], digest: bytes
+) -> tuple[TurnRequest, SessionCall]:
+    """Parse a body, and follow its call: a new one, unless a retry finds the original one."""
+    if session.status != "open":
+        raise session.refusal()
+    turn_request, headers = dialect.parse(body), request.headers
+    if branch := headers.get("x-loopwright-branch") or headers.get("thread-id"):
+        name = branch[:_MAX_NAME].encode("utf-8", "replace").decode()  # or the store could never write it
+        turn_request = turn_request._replace(branch=name)
+    retries = headers.get("x-stainless-retry-count", "0")
+    is_retry = retries.isdecimal() and int(retries[:9]) > 0
+    call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
+    dialect.bodies.keep()
+    request[CALL] = turn_request, call
+    call.join()
+    return turn_request, call
 
 
 class _EventStream:
