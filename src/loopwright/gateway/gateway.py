@@ -188,7 +188,8 @@ class Gateway:
         forgets: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        config.address(config.port)  # before anything starts
+        self.address = config.address(config.port)  # before anything starts
+        """The URL for agents, with the real port once it is served."""
         if token == "":
             raise ValueError(
                 "the gateway's token is empty, which matches requests without a key; use None for no token"
@@ -219,6 +220,7 @@ class Gateway:
             self._server = Server(self)
             try:
                 await self._server.start()
+                self.address = self.config.address(self._server.port)
             except OSError as error:
                 where = f"{self.config.host}:{self.config.port}"
                 raise AdvertiseError(
@@ -241,11 +243,6 @@ class Gateway:
         await asyncio.gather(*(session.detach() for session in self.sessions.values()))
         if self.store is not None:
             self.store.close()
-
-    @property
-    def address(self) -> str:
-        """The URL for agents."""
-        return self.config.address(self._server.port if self._server else self.config.port)
 
     async def apply_update(self, update: WeightUpdate) -> int:
         """Apply a weight update to the engine; running calls are held meanwhile, then continue with the new weights."""

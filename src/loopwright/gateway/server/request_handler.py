@@ -181,10 +181,9 @@ class RequestHandler:
         raise Refusal(403, "permission", message, retry=False)
 
     def _dialect(self, session: ServedSession, path: str) -> Dialect:
-        tokenizer, template = session.session.engine.tokenizer, session.session.template
-        dialect = session.dialects[path] = ROUTES[path](
-            tokenizer, session.config.defaults, template.grammar, session.history
-        )
+        inner = session.session
+        dialect = ROUTES[path](inner.engine.tokenizer, inner.sampling, inner.template.grammar, session.history)
+        session.dialects[path] = dialect
         return dialect
 
     async def _read(self, request: web.Request, limit: int) -> bytes:

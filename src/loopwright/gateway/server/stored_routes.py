@@ -57,7 +57,7 @@ class StoredRoutes:
         if session.status != "open":
             raise session.refusal()
         inner = session.session
-        dialect = Responses(inner.engine.tokenizer, session.config.defaults, inner.template.grammar, session.history)
+        dialect = Responses(inner.engine.tokenizer, inner.sampling, inner.template.grammar, session.history)
         return session, dialect
 
     # -- responses ----------------------------------------------------------------------------------------------

@@ -64,9 +64,10 @@ class ServedSession:
     ) -> None:
         self.id, self.config, self.store, self.clock = id, config, store, clock
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
+        sampling = config.defaults
         self.session = Session(
             engine,
-            config.defaults,
+            sampling,
             seed=config.seed or id,
             limits=SessionLimits(config.calls, config.tokens, max_recorded),
             template=template,
@@ -89,7 +90,7 @@ class ServedSession:
         """Calls that may not be stored completely yet."""
         self.history = SessionHistory(self)
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling, Mapping[str, str]]
-        self._pinned = None, (), config.defaults, {}
+        self._pinned = None, (), sampling, {}
         self.latest_intent: tuple[Sampling | None, TurnOptions | None, str, str] = None, None, "", ""
         """The sampling and the options of the latest turn, and both as JSON: usually those of the next one, too."""
         self.dialects: dict[str, Dialect] = {}

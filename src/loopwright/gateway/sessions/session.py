@@ -24,6 +24,7 @@ from loopwright.gateway.sessions.turn_parser import THINK, TurnParser
 OnDelta = Callable[[Delta], None]
 """Called with each delta of a turn while it is sampled."""
 _EMPTY: Message = {"role": "assistant", "content": ""}
+_WITHOUT_CALLS = PLAIN, replace(PLAIN, parse_tool_calls=False)
 
 
 class BudgetSpent(LoopwrightError, RuntimeError):
@@ -96,7 +97,7 @@ class Session:
         self.graph = Graph(self.template, forks=forks)
         self.verdicts: dict[int, Verdict] = {}
         """The exactness of each turn, by its node."""
-        self._without_calls = PLAIN, replace(PLAIN, parse_tool_calls=False)
+        self._without_calls = _WITHOUT_CALLS
         self._reshapes = sampling, sampling.reshapes
         self._running: dict[int, Draft] = {}
         self._turns = self._sampled = self._reserved = 0
