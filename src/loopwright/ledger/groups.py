@@ -41,10 +41,15 @@ class Groups:
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
         return self._ledger.transaction.rows(query, values)
 
-    def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
-        """Write a new group with its trials; `again` is the expired group whose prompt it repeats."""
+    def open(
+        self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None, hold: bool = False
+    ) -> None:
+        """Write a new group with its trials; `again` is the expired group whose prompt it repeats.
+
+        With `hold` it is on disk only after the next `flush`, or with the next write.
+        """
         self._ledger.reserve(trials, hold=True)
-        with self._ledger.transaction:
+        with self._ledger.transaction.held if hold else self._ledger.transaction:
             self._ledger.chain.update(
                 "group",
                 f"INSERT INTO groups (grp, source, again, status) VALUES (?, ?, ?, 'open') {_RETURNING}",
@@ -101,6 +106,8 @@ class Groups:
 
     def expire(self, before: int, sources: Collection[str] | None = None) -> list[int]:
         """Expire the ready groups, of these sources only, with any token older than version `before`."""
+        if before <= 0 or not self._ready:  # versions start at 0
+            return []
         among, names = _among(sources)
         with self._ledger.transaction.held:
             expired = self._update(

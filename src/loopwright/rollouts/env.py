@@ -143,14 +143,14 @@ class RolloutEnv:
 
     # -- groups -------------------------------------------------------------------------------------------------
 
-    def open_group(self, prompt: Prompt, size: int, *, again: int | None = None) -> Group:
-        """Start a group. Its trials are numbered and in the ledger when this returns.
+    def open_group(self, prompt: Prompt, size: int, *, again: int | None = None, hold: bool = False) -> Group:
+        """Start a group. Its trials are numbered and, unless they are on `hold`, in the ledger when this returns.
 
         `again` is the number of an expired group whose prompt is attempted again.
         """
         self.book.group = number = self.book.group + 1
         trials = [self._new_trial(prompt.action, number, repeat) for repeat in range(size)]
-        self.buffer.open(number, prompt.source, trials, again=again)
+        self.buffer.open(number, prompt.source, trials, again=again, hold=hold)
         return self._group(number, prompt, size, trials)
 
     def load_group(self, number: int, size: int) -> Group:

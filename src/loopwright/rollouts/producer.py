@@ -211,22 +211,24 @@ class GroupProducer:
                 and len(lane.open) + waiting[lane.name] < self._lanes.usable(lane, self._batch_size, updates, left)
             )
             if not lanes or self.env.book.stopping:
-                return
+                break
             if not self.env.book.has_budget(self.group_size + self._replacements()):
                 if not self._open and self.env.book.has_budget(self.group_size) and not self._warned_rest:
                     self._warned_rest = True
                     message = "the rest of `trials` is too little for a whole group: %d of %d rollouts failed"
                     log.warning(message, self._lost, self._ended)
-                return
+                break
             lane = self._lanes.furthest_behind(lanes, waiting)
             expired = lane.expired.pop(0) if lane.expired else None
             prompt = self.env.tasks.draw(lane.sources) if expired is None else expired.prompt
-            group = self.env.open_group(prompt, self.group_size, again=None if expired is None else expired.number)
+            again = None if expired is None else expired.number
+            group = self.env.open_group(prompt, self.group_size, again=again, hold=True)
             group.min_size = self.min_group
             self._open[group.number] = group
             lane.open.add(group.number)
             for trial in list(group.in_flight.values()):
                 self._start(group, trial)
+        self.env.book.ledger.flush()  # before any of them runs, and all of them at once
 
     def _replacements(self) -> int:
         """How many trials to keep for replacements in the open groups and one more, at the rate of losses so far."""
