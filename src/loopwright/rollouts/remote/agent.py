@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,8 @@ class FunctionAgent(ExternalAgent):
 
     async def work(self, job: AgentJob) -> AgentExit:
         values = job.placeholders(self._scenario_dir)
-        task = deepcopy(replace(job.task, label=None))  # a copy that it may change; the label is for the judger only
+        # A copy that it may change. The label is for the judger only.
+        task = Task(job.task.id, *deepcopy((job.task.messages, None, job.task.data_source, job.task.extra)))
         available = {**values, "task": task, "base_url": values["openai_base_url"], "api_key": values["key"]}
         available |= deepcopy(dict(self._config.args))
         if not any(each.kind is each.VAR_KEYWORD for each in self._parameters.values()):
