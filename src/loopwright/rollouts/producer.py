@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 _LOSSES = (Outcome.LOST, Outcome.CRASHED, Outcome.TIMEOUT, Outcome.JUDGE_FAILED)
 _MAX_LOSS_RATE = 0.9
 """Above this, more budget for replacements would hardly save a group."""
+_FLUSH_S = 0.05
+"""Seconds after which the results of finished rollouts are on disk."""
 _DEVIATIONS = 1.5
 """How far above the measured one the rate of losses may be, in standard deviations."""
 
@@ -200,7 +202,7 @@ class GroupProducer:
 
     def _top_up(self, *lanes: Lane) -> None:
         """Open groups until there are enough, open or ready. Several lanes share the rest of the budget by weight."""
-        updates, left = self._next_version - self.version, self._batches_left
+        updates, left, last = self._next_version - self.version, self._batches_left, self.env.book.group
         while True:
             waiting = {lane.name: self.env.buffer.waiting_of(lane.sources) for lane in lanes}
             lanes = tuple(
@@ -228,7 +230,8 @@ class GroupProducer:
             lane.open.add(group.number)
             for trial in list(group.in_flight.values()):
                 self._start(group, trial)
-        self.env.book.ledger.flush()  # before any of them runs, and all of them at once
+        if self.env.book.group > last:
+            self.env.book.ledger.flush()  # before any of them runs, and all of them at once
 
     def _replacements(self) -> int:
         """How many trials to keep for replacements in the open groups and one more, at the rate of losses so far."""
@@ -259,9 +262,9 @@ class GroupProducer:
         self._ended += 1
         self._lost += episode.fault not in (None, Fault.POLICY)
         if not self._flush_scheduled:
-            # All commits of this event loop tick go to disk in one transaction.
+            # What ends within this time goes to disk in one transaction. After a `kill -9` it is attempted again.
             self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_later(_FLUSH_S, self._flush)
         self._continue(group)
 
     def _continue(self, group: Group) -> None:

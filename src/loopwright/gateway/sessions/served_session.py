@@ -95,7 +95,7 @@ class ServedSession:
         """The sampling and the options of the latest turn, and both as JSON: usually those of the next one, too."""
         self.dialects: dict[str, Dialect] = {}
         """The dialects that its agent uses, by path."""
-        self._saved_nodes, self._saved_status = 1, ""
+        self._saved_nodes, self._saved_status = 1, "" if store else self.status
         self._settling: asyncio.Task[None] | None = None
         self._slots = None if config.concurrency is None else asyncio.Semaphore(config.concurrency)
         self._waiting = 0
@@ -272,9 +272,10 @@ class ServedSession:
         else:
             if status != "open":
                 self.snapshot = self.snapshot or await self.description().snapshot()
-            config = self.config.model_dump_json(exclude_unset=True)
-            state = (self.opened_at, status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
-            await self.save([(SESSION, (self.id, self.key, config, *state))])
+            if self.store is not None:
+                config = self.config.model_dump_json(exclude_unset=True)
+                state = (self.opened_at, status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
+                await self.save([(SESSION, (self.id, self.key, config, *state))])
         self._saved_status = status
         if status != "open":  # it takes no more calls: free what only they need
             self._calls.clear()
