@@ -2,12 +2,13 @@
 
 Both sample through our gateway with 64 rollouts at a time, in verifiers' interpreter, in turn. Ours has the ledger,
 the judger and the report; theirs writes nothing, so a busy disk delays ours only: the best round of each counts, and
-CPU time stands beside it. A search of the whole heap for garbage takes a third of a round. Which rounds it falls into
-differs from process to process, so the median of several processes counts. `python -m benchmarks.environments` is what
-runs there.
+CPU time stands beside it. A search of the whole heap for garbage, most of it imported modules, takes a third of a
+round, and into which rounds it falls is chance. So before each round what is alive is frozen, which takes it out of
+these searches, for both alike. `python -m benchmarks.environments` is what runs there.
 """
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from benchmarks.measure import Ratio
 _ROOT = Path(__file__).resolve().parent.parent
 _PYTHON = _ROOT / ".venvs" / "verifiers" / "bin" / "python"
 _EXAMPLE = _ROOT / "examples" / "environments"
-_COUNT, _ROUNDS, _PROCESSES = 200, 6, 5
+_COUNT, _ROUNDS, _PROCESSES = 200, 6, 3
 
 
 def run() -> Iterator[Ratio]:
@@ -50,7 +51,6 @@ def run() -> Iterator[Ratio]:
 def _ours(directory: Path) -> dict[int, float]:
     import loopwright
     from loopwright.ledger.ledger import Ledger
-    from loopwright.ledger.rollouts import rollouts
 
     tasks = {"type": "verifiers", "env": "sums_env", "args": {"count": _COUNT}}
     agent = {"type": "collect", "trials": _COUNT, "group_size": 1, "batch": _COUNT}
@@ -58,8 +58,7 @@ def _ours(directory: Path) -> dict[int, float]:
     table = {"name": "collect", "agent": agent, "rollout": {"tasks": tasks}, "engine": engine}
     loopwright.run({"name": "ours", "run": [table]}, directory, progress=False)
     with Ledger.read(directory / "collect" / "ledger.db") as ledger:
-        episodes = [each.episode for each in rollouts(ledger)]
-    return {each.task.extra["environment"]["index"]: each.reward.value for each in episodes if each.reward}
+        return {trial.action["index"]: trial.reward.value for trial in ledger.trials() if trial.reward}
 
 
 async def _theirs() -> dict[int, float]:
@@ -93,6 +92,8 @@ def _measure() -> dict[str, Any]:
         # Each goes first in every second round.
         for name in sorted(contenders, reverse=bool(number % 2)):
             with tempfile.TemporaryDirectory() as directory:
+                gc.collect()
+                gc.freeze()
                 start_s, cpu_start_s = time.perf_counter(), time.process_time()
                 rewards[name] = contenders[name](Path(directory))
                 if number:
