@@ -50,7 +50,8 @@ class TestVllm(RealServer):
             beginning = []
 
             async def listen():
-                async for chunk in engine.generate(prompt, Sampling(max_tokens=512), seed="s"):
+                # A seed with a long answer: it must not end before the pause.
+                async for chunk in engine.generate(prompt, Sampling(max_tokens=512), seed="u"):
                     beginning.append(chunk)  # noqa: PERF401  one by one: somebody waits for them
 
             running = asyncio.ensure_future(listen())
