@@ -2,11 +2,12 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, overload
 
 from pydantic import BeforeValidator, Field
 
@@ -137,6 +138,33 @@ class Sampling(Config):
 
 Tops = tuple[tuple[tuple[int, float], ...], ...]
 """The likeliest tokens at each position and their logprobs, the likeliest first."""
+
+
+class PromptIds(Sequence[int]):
+    """The ids that an engine is given: parts of a conversation, which are joined only when they are read."""
+
+    __slots__ = ("_length", "_parts")
+
+    def __init__(self, parts: Sequence[Sequence[int]], length: int) -> None:
+        self._parts, self._length = parts, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if len(self._parts) > 1:
+            self._parts = (tuple(self),)
+        (ids,) = self._parts
+        return tuple(ids[index]) if isinstance(index, slice) else ids[index]
 
 
 @dataclass(frozen=True, slots=True)

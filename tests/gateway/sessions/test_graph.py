@@ -149,19 +149,19 @@ def test_only_new_messages_are_rendered_and_sampled_ids_are_spliced():
     run(scenario, "one", "two")
 
 
-def test_a_prompt_that_somebody_still_uses_does_not_grow_with_the_next_one():
+def test_a_prompt_stays_as_it_was_when_the_conversation_grows():
     async def scenario(session, engine):
         messages = [user("a")]
         prompts, copies = [], []
         for _ in range(4):
             draft = session.draft(messages, frozen=True)
             prompts.append(draft.prompt)
-            copies.append(draft.prompt.tolist())
+            copies.append(list(draft.prompt))
             turn = await session.sample(draft)
             messages = [*messages, turn.message, user("b")]
             side = session.draft([*messages[:-1], user("c")], frozen=True)  # another branch, at the same time
-            assert side.prompt.tolist()[: len(copies[-1])] == copies[-1]
-        assert [prompt.tolist() for prompt in prompts] == copies == [list(ids) for ids, _ in engine.calls]
+            assert list(side.prompt[: len(copies[-1])]) == copies[-1]
+        assert [list(prompt) for prompt in prompts] == copies == [list(ids) for ids, _ in engine.calls]
 
     run(scenario, "one", "two", "three", "four")
 

@@ -11,7 +11,7 @@ import pytest
 from loopwright.core.episode import Node, Span
 from loopwright.core.errors import StorageError
 from loopwright.gateway.dialects.base import TurnRequest
-from loopwright.gateway.sessions.graph import key_of, packer
+from loopwright.gateway.sessions.graph import key_of
 from loopwright.gateway.sessions.session_config import is_generated, is_id, new_id
 from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_row
 from tests.gateway.harness import ADD, run, serve, user
@@ -29,22 +29,18 @@ def opened(path):
 EMPTY = Node(0, {"role": "assistant", "content": ""}, finish="cut")
 
 
-def row(session, number, node, key):
-    return node_row(session, number, node, key, packer(f"{len(node.ids)}q").pack(*node.ids))
-
-
 def intent(session, number, begun_at=1.0, node=EMPTY):
     call = ("call", 0, b"digest", "chat", "{}", "seed", begun_at, "exact", "", None, "{}")
-    return INTENT, (*row(session, number, node, None), *call)
+    return INTENT, (*node_row(session, number, node, None), *call)
 
 
 def result(session, number, ended_at=2.0, node=EMPTY):
-    _, _, _, *turn = row(session, number, node, key_of(node.message))
+    _, _, _, *turn = node_row(session, number, node, key_of(node.message))
     return RESULT, (*turn, ended_at, None, None, session, number)
 
 
 def given(session, number, node):
-    return NODE, row(session, number, node, key_of(node.message))
+    return NODE, node_row(session, number, node, key_of(node.message))
 
 
 def calls_of(store):

@@ -2,13 +2,9 @@
 
 import json
 import re
-import struct
-import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -18,10 +14,10 @@ from pydantic_core import from_json
 
 from loopwright.core.episode import ROOT, Node
 from loopwright.core.task import Message
+from loopwright.engines.base import PromptIds
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.template import ChatTemplate, Continuation, calls_of, common_prefix, text_of
 from loopwright.gateway.sessions.tool_calls import Tool
-from loopwright.gateway.sessions.turn import Ids
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 from loopwright.gateway.sessions.turn_parser import END_THINK, THINK
 
@@ -40,10 +36,6 @@ _MAX_NEW = 5000
 """Messages and tool calls that one request may add: each takes 10 µs of the event loop, however short it is."""
 _MAX_VALUES, _MAX_CHARS = 50_000, 2**22
 """What the arguments of those calls may have together. Values are counted by commas; each takes a microsecond."""
-_OWN_REFERENCES = 3
-"""Those to the ids of the latest prompt, if nobody else has any: the graph's, a local one, and that of the count."""
-packer = lru_cache(1024)(struct.Struct)
-"""Converts numbers without copying their tuple first; an array takes several times as long."""
 RAW = "prompt"
 """The role of raw text to continue, to which no chat template is applied."""
 
@@ -85,8 +77,8 @@ class Graph:
         self._children: dict[int, list[int]] = {}
         self._notes: dict[int, Verdict] = {}
         """Where the template would have written a sampled turn differently, by the nodes that follow it."""
-        self._latest: tuple[int, int, Ids] = (0, 0, array("q"))
-        """A node, how many ids there are up to its end, and the prompt that started with them."""
+        self._latest: tuple[int, list[Sequence[int]], int] = 0, [], 0
+        """A node, the ids of each node up to it, and how many they are."""
         self._latest_placement: tuple[TurnOptions, Placement] | None = None
         self._recent: list[_Recent] = []
 
@@ -334,50 +326,29 @@ class Graph:
                 del self._children[parent]
         self._recent = [each for each in self._recent if max(each[3]) < count]
         if self._latest[0] >= count:
-            self._latest = 0, 0, array("q")
+            self._latest = 0, [], 0
         if self._latest_placement is not None and self._latest_placement[1].node >= count:
             self._latest_placement = None
 
     def release(self) -> None:
         """Keep only the nodes, and free what is needed to find them and to add more."""
         self.keys, self._by_key, self._children, self._context_json = {}, {}, {}, (([], {}), "")
-        self._latest, self._recent, self._latest_placement, self._notes = (0, 0, array("q")), [], None, {}
+        self._latest, self._recent, self._latest_placement, self._notes = (0, [], 0), [], None, {}
 
-    def ids(self, number: int, opening: Sequence[int] = ()) -> Ids:
-        """All ids up to the end of this node, and the opening of a turn after it. Nobody may change them.
-
-        Only what is new since the latest call is converted. The rest is long: it is copied only if somebody still
-        uses it.
-        """
-        path, (latest, count, ids) = [], self._latest
+    def ids(self, number: int, opening: Sequence[int] = ()) -> PromptIds:
+        """All ids up to the end of this node, and the opening of a turn after it."""
+        path, (latest, parts, count) = [], self._latest
         node = number
         while node and node != latest:
             path.append(node)
             node = self.nodes[node].parent or 0
-        parts = [*(self.nodes[each].ids for each in path[::-1]), opening]
-        new = b"".join([packer(f"{len(part)}q").pack(*part) for part in parts])
         if node != latest:
-            ids, count = array("q"), 0
-        elif new.startswith(rest := ids[count:].tobytes()):  # the turn that was opened there
-            new, count = new[len(rest) :], len(ids)
-        is_complete = self.nodes[number].finish != "cut"  # a running turn may still grow
-        if not is_complete or sys.getrefcount(ids) > _OWN_REFERENCES:
-            ids = ids[:count]
-        del ids[count:]
-        ids.frombytes(new)
-        if is_complete:
-            self._latest = number, len(ids) - len(opening), ids
-        return ids
-
-    def packed_ids(self, number: int) -> bytes:
-        """The ids of a node for the store, packed once for it and for the prompts that contain them."""
-        node = self.nodes[number]
-        if node.finish not in (None, "cut") and self._latest[0] == node.parent:
-            self.ids(number)
-        latest, end, ids = self._latest
-        if latest == number:
-            return ids[end - len(node.ids) : end].tobytes()
-        return packer(f"{len(node.ids)}q").pack(*node.ids)
+            parts, count = [], 0
+        new = [self.nodes[each].ids for each in path[::-1]]
+        parts, count = [*parts, *new], count + sum(map(len, new))
+        if self.nodes[number].finish != "cut":  # or it may still grow
+            self._latest = number, parts, count
+        return PromptIds([*parts, opening], count + len(opening))
 
     def _fork(self, last: int, siblings: Sequence[int], node: int, reason: str) -> Verdict:
         """The verdict on new messages up to `node`, which branch off after `last` beside these siblings."""

@@ -250,7 +250,7 @@ class ServedSession:
     def node_row(self, number: int) -> tuple[Any, ...]:
         """A node as the store has it."""
         graph = self.session.graph
-        return node_row(self.id, number, graph.nodes[number], graph.keys.get(number), graph.packed_ids(number))
+        return node_row(self.id, number, graph.nodes[number], graph.keys.get(number))
 
     async def settle(self) -> None:
         """Return once the store has the session's current status. One task writes it for all who wait."""

@@ -1,7 +1,6 @@
 """A session: one agent's conversation with an engine. Only it renders messages, splices sampled ids and records."""
 
 import asyncio
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -61,7 +60,7 @@ class PromptRenderer:
         """The prompt that a turn after these messages would have in a session of its own."""
         graph = Graph(self.template, forks=self.forks)
         place = graph.place(messages, tools, self.with_thinking(messages, options))
-        return graph.ids(place.node, place.opening).tolist()
+        return list(graph.ids(place.node, place.opening))
 
     def with_thinking(self, messages: Sequence[Message], options: TurnOptions) -> TurnOptions:
         """With a prefill that starts reasoning, if the model needs it and the turn has no other prefill."""
@@ -258,7 +257,7 @@ class Session:
                 for delta in rest:
                     on_delta(delta)
         self.graph.index(node)
-        draft.prompt, draft.ids, draft.logprobs = array("q"), [], []  # its node has them
+        draft.prompt, draft.ids, draft.logprobs = (), [], []  # its node has them
         return self._turn(draft, parser)
 
     async def _generate(self, draft: Draft, parser: TurnParser | None, on_delta: OnDelta | None) -> str:
@@ -267,8 +266,7 @@ class Session:
         while draft.remaining > 0:
             chunk: Chunk | None = None
             rest = sampling.after(len(draft.ids)) if draft.ids else sampling
-            # Prompts are long, and most turns are never paused: copied only if necessary.
-            ids = draft.prompt + array("q", draft.ids) if draft.ids else draft.prompt
+            ids = [*draft.prompt, *draft.ids] if draft.ids else draft.prompt
             async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
                     check_chunk(chunk)
@@ -364,7 +362,7 @@ class Session:
         draft = Draft(number, parent, prompt, len(prompt), opening, sampling, seed, verdict, options)
         draft.spans, draft.sampled, draft.reshapes = list(node.spans), node.sampled, sampling.reshapes
         if self.is_done(draft):
-            draft.prompt = array("q")
+            draft.prompt = ()
         else:
             draft.ids, draft.logprobs = list(node.ids[start:]), list(node.logprobs[start:])
         return draft

@@ -1,19 +1,15 @@
 """A turn of the policy: the draft while it is sampled, the deltas that a stream shows, the result, and engine time."""
 
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from loopwright.core.episode import Node, Span
 from loopwright.core.task import Message
 from loopwright.engines.base import Chunk, EngineError, Sampling, Tops
 from loopwright.gateway.sessions.exactness import Verdict
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
-
-Ids: TypeAlias = "array[int]"
-"""All ids of a conversation. They are copied in every turn, and copying an array of machine integers is cheap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ class Draft:
 
     node: int
     parent: int
-    prompt: Ids
+    prompt: Sequence[int]
     prompt_tokens: int
     opening: tuple[int, ...]
     """The end of the prompt, which belongs to this turn's node."""
