@@ -21,6 +21,7 @@ from loopwright.engines.inprocess.models import tiny
 from loopwright.gateway.audit import gateway_episodes
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.sessions.session_config import SessionConfig
+from loopwright.gateway.sessions.store import VERSION
 from tests.gateway.harness import Replier, client_of, user
 
 SAMPLINGS = [
@@ -109,7 +110,7 @@ def test_a_store_of_another_format_is_not_read(captured, tmp_path):
     path = changed(captured, tmp_path, "logprobs", lambda logprob: logprob)
     with closing(sqlite3.connect(path / "gateway.db")) as store:
         store.execute("PRAGMA user_version = 4")
-    expected = "has format 4, and this Loopwright reads 6. Use the Loopwright that wrote it"
+    expected = f"has format 4, and this Loopwright reads {VERSION}. Use the Loopwright that wrote it"
     with pytest.raises(LedgerError, match=expected), gateway_episodes(path / "gateway.db"):
         pass
 

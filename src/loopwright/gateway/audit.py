@@ -125,14 +125,14 @@ def gateway_episodes(path: Path) -> Iterator[EpisodeSource]:
     with closing(connection):
         store = Transaction(path, connection)
         check_version(path, store.rows("PRAGMA user_version")[0][0])
-        ids = [id for (id,) in store.rows("SELECT id FROM sessions ORDER BY opened_at")]
+        sessions = store.rows("SELECT number, id FROM sessions ORDER BY opened_at")
 
         def episodes() -> Iterator[tuple[str, Episode]]:
-            for id in ids:
-                nodes = (node for node, _ in load_nodes(store.rows, id))
+            for number, id in sessions:
+                nodes = (node for node, _ in load_nodes(store.rows, number))
                 yield f"session {id}", Episode(Task(id, ()), (ROOT, *nodes))
 
-        yield EpisodeSource(len(ids), episodes)
+        yield EpisodeSource(len(sessions), episodes)
 
 
 @dataclass(frozen=True, slots=True)

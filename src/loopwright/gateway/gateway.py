@@ -355,11 +355,12 @@ class Gateway:
         """Restore sessions from the store. A `check` comes first, so that a stranger cannot make us read a session."""
         if self.store is None:
             return
-        query = "SELECT id, key, config, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
-        for id, key, config_json, *row in self.store.rows(query + condition, values):
+        columns = "id, key, config, number, opened_at, status, closed_at, outcome, reason, snapshot"
+        query = f"SELECT {columns} FROM sessions WHERE {condition}"
+        for id, key, config_json, *row in self.store.rows(query, values):
             if id not in self.sessions:
                 session = self._serve(id, SessionConfig.model_validate_json(config_json), key)
-                _, session.status, *_ = row
+                _, _, session.status, *_ = row
                 if check is not None:
                     check(session)
                 session.restore(tuple(row), self.store)

@@ -57,15 +57,15 @@ def test_t04_many_calls_at_once_are_all_written(tmp_path, count):
                 Node(1, {"role": "assistant", "content": f"{n}"}, (n,), (-0.5,), (Span(0, 1, n),), "stop")
                 for n in range(count)
             ]
-            done = [store.write([given(f"s{n:03}", 1, node), intent(f"s{n:03}", 2)]) for n, node in enumerate(nodes)]
+            done = [store.write([given(n, 1, node), intent(n, 2)]) for n, node in enumerate(nodes)]
             await asyncio.gather(*done)
             odd = range(1, count, 2)
-            await asyncio.gather(*(store.write([result(f"s{n:03}", 2, 2.0 + n, turns[n])]) for n in odd))
-            assert calls_of(store) == [(f"s{n:03}", 2, 1.0, 2.0 + n if n % 2 else None, "exact") for n in range(count)]
+            await asyncio.gather(*(store.write([result(n, 2, 2.0 + n, turns[n])]) for n in odd))
+            assert calls_of(store) == [(n, 2, 1.0, 2.0 + n if n % 2 else None, "exact") for n in range(count)]
             for n, node in enumerate(nodes):
                 turn = replace(turns[n], parent=0) if n % 2 else EMPTY  # a result does not move a turn
                 key = key_of(turn.message) if n % 2 else None
-                assert load_nodes(store.rows, f"s{n:03}") == [(node, key_of(node.message)), (turn, key)]
+                assert load_nodes(store.rows, n) == [(node, key_of(node.message)), (turn, key)]
 
     run(story)
 
@@ -73,16 +73,16 @@ def test_t04_many_calls_at_once_are_all_written(tmp_path, count):
 def test_t04_a_call_that_is_alone_does_not_wait_for_others(tmp_path):
     async def story():
         with opened(tmp_path) as store:
-            earlier = store.write([intent("a", 1)])
+            earlier = store.write([intent(1, 1)])
             store.calls = 1
-            assert store.write([intent("b", 1)]).done(), "committed at once"
+            assert store.write([intent(2, 1)]).done(), "committed at once"
             assert earlier.done(), "together with what waited"
             await asyncio.sleep(0)
             store.calls = 2
-            later = store.write([intent("c", 1)])
+            later = store.write([intent(3, 1)])
             assert not later.done(), "others may write in the same iteration of the event loop"
             await later
-            assert [session for session, *_ in calls_of(store)] == ["a", "b", "c"]
+            assert [session for session, *_ in calls_of(store)] == [1, 2, 3]
 
     run(story)
 
@@ -122,9 +122,9 @@ def test_t04_a_call_that_was_given_up_and_begins_again_has_not_ended(tmp_path):
 
     async def story():
         with opened(tmp_path) as store:
-            await store.write([intent("s", 1), intent("t", 1)])
-            await store.write([result("s", 1), result("t", 1), intent("s", 1, begun_at=3.0)])
-            assert calls_of(store) == [("s", 1, 3.0, None, "exact"), ("t", 1, 1.0, 2.0, "exact")]
+            await store.write([intent(1, 1), intent(2, 1)])
+            await store.write([result(1, 1), result(2, 1), intent(1, 1, begun_at=3.0)])
+            assert calls_of(store) == [(1, 1, 3.0, None, "exact"), (2, 1, 1.0, 2.0, "exact")]
 
     run(story)
 
@@ -133,12 +133,12 @@ def test_a_failed_write_is_reported_to_all_that_it_was_written_with(tmp_path):
     async def story():
         with opened(tmp_path) as store:
             written = await asyncio.gather(
-                store.write([intent("s", 1)]), store.write([(NODE, ("s", None, *[b""] * 8))]), return_exceptions=True
+                store.write([intent(1, 1)]), store.write([(NODE, (1, None, *[b""] * 8))]), return_exceptions=True
             )
             assert any(isinstance(each, StorageError) for each in written)
-            kept = [("s", 1, 1.0, None, "exact")] if written[0] is None else []
+            kept = [(1, 1, 1.0, None, "exact")] if written[0] is None else []
             assert calls_of(store) == kept
-            await store.write([intent("s", 2)])
+            await store.write([intent(1, 2)])
 
     run(story)
 
@@ -146,7 +146,7 @@ def test_a_failed_write_is_reported_to_all_that_it_was_written_with(tmp_path):
 def test_after_a_failed_write_there_must_be_room_for_it(tmp_path):
     async def story():
         with opened(tmp_path) as store:
-            sizes, large = [], [given("s", 1, Node(0, user("x" * 100_000), (), ()))]
+            sizes, large = [], [given(1, 1, Node(0, user("x" * 100_000), (), ()))]
             store._allocate = sizes.append
             for is_refusing in (1, 0):
                 for connection in store.connections:
@@ -168,10 +168,10 @@ def test_after_a_failed_write_there_must_be_room_for_it(tmp_path):
 def test_t04_a_write_continues_when_nobody_waits_any_more(tmp_path):
     async def story():
         with opened(tmp_path) as store:
-            waiting = asyncio.ensure_future(store.write([intent("s", 1)]))
+            waiting = asyncio.ensure_future(store.write([intent(1, 1)]))
             waiting.cancel()
-            await store.write([intent("t", 1)])
-            assert [session for session, *_ in calls_of(store)] == ["s", "t"]
+            await store.write([intent(2, 1)])
+            assert [session for session, *_ in calls_of(store)] == [1, 2]
 
     run(story)
 
@@ -182,14 +182,14 @@ def test_t15_a_write_that_waits_for_another_writer_does_not_hold_the_event_loop(
     async def story():
         with opened(tmp_path) as store, closing(sqlite3.connect(store.path, isolation_level=None)) as user_shell:
             user_shell.execute("BEGIN IMMEDIATE")
-            write = store.write([intent("s", 1)])
+            write = store.write([intent(1, 1)])
             for _ in range(100):  # with a store that waits, the first one would take 10 s and fail
                 await asyncio.sleep(0.001)
             assert not write.done()
-            later = store.write([intent("t", 1)])
+            later = store.write([intent(2, 1)])
             user_shell.execute("ROLLBACK")
             await asyncio.gather(write, later)
-            assert [session for session, *_ in calls_of(store)] == ["s", "t"]
+            assert [session for session, *_ in calls_of(store)] == [1, 2]
 
     run(story)
 
@@ -203,10 +203,10 @@ def test_t04_small_and_large_writes_keep_their_order(tmp_path):
             writes = []
             for size in sizes:
                 node = Node(0, user(f"{size}"), (7,) * size, (0.0,) * size)
-                writes.append(store.write([given("s", 1, node)]))
+                writes.append(store.write([given(1, 1, node)]))
                 await asyncio.sleep(0)
             await asyncio.gather(*writes)
-            assert [len(node.ids) for node, _ in load_nodes(store.rows, "s")] == sizes[-1:]
+            assert [len(node.ids) for node, _ in load_nodes(store.rows, 1)] == sizes[-1:]
 
     run(story)
 
@@ -216,7 +216,7 @@ def test_the_log_does_not_grow_without_bound(tmp_path):
         with opened(tmp_path) as store:
             node = Node(0, user("x" * 100_000), (7,) * 1000, (0.0,) * 1000)
             for number in range(600):
-                await store.write([given(f"s{number}", 1, node)] * 3)
+                await store.write([given(number, 1, node)] * 3)
             assert store.path.stat().st_size > 20_000_000, "checkpoints keep up, also while the disk is slow"
             assert store.path.with_name("gateway.db-wal").stat().st_size < 120_000_000
 

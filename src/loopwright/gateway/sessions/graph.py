@@ -4,10 +4,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from pydantic_core import from_json
@@ -46,8 +46,7 @@ _Recent = tuple[list[Message], list[Message], _Context, list[int]]
 """A conversation as it was sent, our own copies of its messages, its context and nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The place of a turn: the node before it, the ids between that and what is sampled, and how to parse it."""
 
     node: int
@@ -115,7 +114,7 @@ class Graph:
         messages, keys = [*prefix, *more], [key_of(message) for message in more]
         latest = self._latest_placement
         if not more and latest is not None and (latest[0], latest[1].node) == (options, nodes[-1]):
-            placement = replace(latest[1], verdict=self._notes.get(nodes[-1], Verdict()))
+            placement = latest[1]._replace(verdict=self._notes.get(nodes[-1], Verdict()))
         else:
             if not prefix and any(context):
                 keys[0] = self._first_key(keys[0], context)
@@ -125,7 +124,7 @@ class Graph:
             key = keys[count] if count < len(keys) else None
             if key is not None and not key[3] and (nodes[-1], (*key[:3], _ANY)) in self._by_key:
                 reason = f"message {len(prefix) + count + 1} lacks its reasoning"
-                placement = replace(placement, verdict=replace(placement.verdict, reason=reason))
+                placement = placement._replace(verdict=replace(placement.verdict, reason=reason))
             nodes = [placement.node] if placement.node not in nodes else nodes
             self._latest_placement = options, placement
         # Python considers 1, 1.0 and true equal; as arguments of a call they differ, unless they are still JSON text.

@@ -99,7 +99,7 @@ class SessionHistory:
                 self._nodes[call_id] = node
                 if record.conversation:
                     self._turns.setdefault(record.conversation, []).append(node)
-        for id, data in store.rows("SELECT id, data FROM objects WHERE session = ?", (self._owner.id,)):
+        for id, data in store.rows("SELECT id, data FROM objects WHERE session = ?", (self._owner.number,)):
             if data:
                 self._conversations[id], self._sizes[id] = Conversation(**orjson.loads(data)), len(data)
             else:
@@ -131,7 +131,7 @@ class SessionHistory:
 
     async def delete_turn(self, call_id: str) -> None:
         """Refer to a call no longer."""
-        await self._owner.save([(OBJECT, (self._owner.id, call_id, ""))])
+        await self._owner.save([(OBJECT, (self._owner.number, call_id, ""))])
         self._deleted.add(call_id)
 
     def _conversation_at(self, node: int) -> StoredConversation | None:
@@ -217,10 +217,10 @@ class SessionHistory:
         """Refer to a conversation no longer."""
         async with self._lock:
             if id in self._turns:  # its turns would bring it back
-                await self._owner.save([(OBJECT, (self._owner.id, id, ""))])
+                await self._owner.save([(OBJECT, (self._owner.number, id, ""))])
                 self._deleted.add(id)
             else:
-                await self._owner.save([("DELETE FROM objects WHERE session = ? AND id = ?", (self._owner.id, id))])
+                await self._owner.save([("DELETE FROM objects WHERE session = ? AND id = ?", (self._owner.number, id))])
             self._conversations.pop(id, None)
             self._sizes.pop(id, None)
 
@@ -234,7 +234,7 @@ class SessionHistory:
         data = orjson.dumps(conversation).decode()
         if sum(self._sizes.values()) - self._sizes.get(id, 0) + len(data) > _MAX_BYTES:
             raise Refusal.out_of_quota(f"its conversations have {_MAX_BYTES} bytes of items and metadata")
-        await self._owner.save([(OBJECT, (self._owner.id, id, data))])
+        await self._owner.save([(OBJECT, (self._owner.number, id, data))])
         self._conversations[id], self._sizes[id] = conversation, len(data)
 
     def _last_turn(self, id: str) -> tuple[int, list[Message]]:

@@ -63,6 +63,8 @@ class ServedSession:
         max_recorded: int | None = None,
     ) -> None:
         self.id, self.config, self.store, self.clock = id, config, store, clock
+        self.number = 0 if store is None else next(store.session_numbers)
+        """What the store knows it by."""
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
         sampling = config.defaults
         self.session = Session(
@@ -192,7 +194,7 @@ class ServedSession:
                 dialect.bodies.forget()
         self._saved_nodes = min(self._saved_nodes, first := call.drafts[0].first_node or 1)
         if self.store is not None:
-            await self.store.write(truncate_statements(self.id, first))
+            await self.store.write(truncate_statements(self.number, first))
 
     async def enter(self, call: SessionCall) -> None:
         """Wait for a place among the calls that run at the same time; the call has to `leave` it."""
@@ -250,7 +252,7 @@ class ServedSession:
     def node_row(self, number: int) -> tuple[Any, ...]:
         """A node as the store has it."""
         graph = self.session.graph
-        return node_row(self.id, number, graph.nodes[number], graph.keys.get(number))
+        return node_row(self.number, number, graph.nodes[number], graph.keys.get(number))
 
     async def settle(self) -> None:
         """Return once the store has the session's current status. One task writes it for all who wait."""
@@ -268,14 +270,14 @@ class ServedSession:
             self.silent_s = self.session.silent_s()
         if status == "deleted":
             if self.store is not None:
-                await self.store.write(delete_statements(self.id))
+                await self.store.write(delete_statements(self.number))
         else:
             if status != "open":
                 self.snapshot = self.snapshot or await self.description().snapshot()
             if self.store is not None:
                 config = self.config.model_dump_json(exclude_unset=True)
                 state = (self.opened_at, status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
-                await self.save([(SESSION, (self.id, self.key, config, *state))])
+                await self.save([(SESSION, (self.number, self.id, self.key, config, *state))])
         self._saved_status = status
         if status != "open":  # it takes no more calls: free what only they need
             self._calls.clear()
@@ -391,13 +393,13 @@ class ServedSession:
 
     def restore(self, row: tuple[Any, ...], store: DiskStore) -> None:
         """Restore it from the store. An unfinished turn is broken, unless it is retried."""
-        self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
+        self.number, self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
         self.outcome, self.restored, self._saved_status = Outcome(outcome), self.status == "open", self.status
         query = (
             "SELECT number, call, choice, digest, dialect, sampling, seed, options, ended_at, verdict, reason, token, "
             "failure, failed_at FROM nodes WHERE session = ? AND call IS NOT NULL ORDER BY begun_at, choice"
         )
-        rows = store.rows(query, (self.id,))
+        rows = store.rows(query, (self.number,))
         prompts, verdicts = {}, {}
         for node, *_, ended_at, kind, reason, token, failure, failed_at in rows:
             prompts[node] = verdicts[node] = Verdict(Exactness(kind), reason, token)
@@ -405,7 +407,7 @@ class ServedSession:
                 verdicts[node] = _LOST
             elif failure is not None:
                 verdicts[node] = Verdict(Exactness.BROKEN, failure, failed_at)
-        nodes, lost_nodes = load_nodes(store.rows, self.id), set[int | None]()
+        nodes, lost_nodes = load_nodes(store.rows, self.number), set[int | None]()
         for number, (stored, _) in enumerate(nodes, 1):
             if stored is GAP or stored.parent in lost_nodes:
                 lost_nodes.add(number)

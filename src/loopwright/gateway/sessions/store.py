@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,26 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of
 from loopwright.ledger.sqlite import Transaction, connect, explained, lock
 
-VERSION = 6
+VERSION = 7
 _SCHEMA = """
 CREATE TABLE sessions (
-    id TEXT PRIMARY KEY, key TEXT NOT NULL, config TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
-    closed_at REAL, outcome TEXT NOT NULL, reason TEXT NOT NULL, snapshot TEXT NOT NULL
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, key TEXT NOT NULL, config TEXT NOT NULL,
+    opened_at REAL NOT NULL, status TEXT NOT NULL, closed_at REAL, outcome TEXT NOT NULL,
+    reason TEXT NOT NULL, snapshot TEXT NOT NULL
 ) STRICT;
 CREATE TABLE nodes (
-    session TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER NOT NULL, key TEXT, message TEXT NOT NULL,
+    session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER NOT NULL, key TEXT, message TEXT NOT NULL,
     ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans TEXT NOT NULL, finish TEXT,
     is_delivered INTEGER NOT NULL DEFAULT 1, call TEXT, choice INTEGER, digest BLOB, dialect TEXT, sampling TEXT,
     seed TEXT, begun_at REAL, verdict TEXT, reason TEXT, token INTEGER, options TEXT, ended_at REAL, failure TEXT,
     failed_at INTEGER, PRIMARY KEY (session, number)
 ) STRICT;
-CREATE TABLE objects (session TEXT NOT NULL, id TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (session, id)) STRICT;
+CREATE TABLE objects (session INTEGER NOT NULL, id TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (session, id)) STRICT;
 """
-"""A turn's call, and how it ended, are columns of its node: every table more has an index that costs a page."""
+"""A turn's call, and how it ended, are columns of its node: every table more has an index that costs a page.
+
+Other tables know a session by its number: with its id, their indexes would be several times as large.
+"""
 
 # Each for one row; `_merge` merges several rows into one statement.
 NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?{})"
@@ -67,7 +71,7 @@ _IDS = {NODE: 5, INTENT: 5, RESULT: 2}
 """Which of their values are token ids."""
 OBJECT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?)"
 """A conversation that the client opened, as JSON; empty for a deleted conversation or response."""
-SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _MAX_ROWS = 32
 """Rows of one statement."""
 
@@ -79,7 +83,7 @@ Query = Callable[[str, tuple[Any, ...]], list[Any]]
 """Runs a query; returns its rows."""
 
 PROBE: Sequence[Statement] = (
-    ("INSERT INTO sessions VALUES ('/', '', '', 0.0, '', NULL, '', '', '')", ()),
+    ("INSERT INTO sessions VALUES (0, '/', '', '', 0.0, '', NULL, '', '', '')", ()),
     ("DELETE FROM sessions WHERE id = '/'", ()),
 )
 """Changes nothing, but shows whether the store can be written."""
@@ -121,6 +125,9 @@ class DiskStore:
         """That of the event loop, and that of the thread."""
         self._transaction = Transaction(self.path, self._connection)
         self._quick_transaction = Transaction(self.path, quick_connection)
+        ((last,),) = self.rows("SELECT coalesce(max(number), 0) FROM sessions")
+        self.session_numbers = count(last + 1)
+        """The numbers of new sessions."""
         self._failed_bytes = 0
         """The size of the last write, if it failed for want of disk or for another reason."""
         self._loop = asyncio.get_running_loop()
@@ -319,13 +326,13 @@ def _query(query: str, count: int) -> str:
     return query.replace(row, ", ".join([row] * count))
 
 
-def delete_statements(session: str) -> list[Statement]:
+def delete_statements(session: int) -> list[Statement]:
     """Statements that delete everything about a session."""
-    tables = (("sessions", "id"), ("nodes", "session"), ("objects", "session"))
+    tables = (("sessions", "number"), ("nodes", "session"), ("objects", "session"))
     return [(f"DELETE FROM {table} WHERE {column} = ?", (session,)) for table, column in tables]
 
 
-def truncate_statements(session: str, first: int) -> list[Statement]:
+def truncate_statements(session: int, first: int) -> list[Statement]:
     """Statements that delete the nodes of a session from this number on."""
     return [("DELETE FROM nodes WHERE session = ? AND number >= ?", (session, first))]
 
@@ -342,7 +349,7 @@ def check_version(path: Path, version: int) -> None:
 # -- nodes as rows ----------------------------------------------------------------------------------------------------
 
 
-def node_row(session: str, number: int, node: Node, key: Key | None) -> tuple[Any, ...]:
+def node_row(session: int, number: int, node: Node, key: Key | None) -> tuple[Any, ...]:
     """A node as the values of `NODE`. A key that follows from the message is stored empty, as are zeros as logprobs."""
     logprobs = node.logprobs if node.spans else ()
     return (
@@ -363,7 +370,7 @@ GAP = Node(0, {"role": "lost", "content": ""})
 """Stands for a node that could not be written, where later ones could."""
 
 
-def load_nodes(query: Query, session: str) -> list[tuple[Node, Key | None]]:
+def load_nodes(query: Query, session: int) -> list[tuple[Node, Key | None]]:
     """The nodes of a session below the root, in order, and the keys of those that can be found again."""
     rows = query(
         "SELECT number, parent, key, message, ids, logprobs, spans, finish, is_delivered, sampling FROM nodes "

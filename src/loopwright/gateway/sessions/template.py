@@ -8,9 +8,8 @@ special tokens the tokenizer has. All of them write reasoning as `<think>…</th
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -49,8 +48,7 @@ class TemplateError(LoopwrightError, ValueError):
     """The tokenizer lacks special tokens of the template."""
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(NamedTuple):
     """What the messages of a conversation add, from one of them on up to the policy's next turn."""
 
     messages: Sequence[Sequence[int]]
