@@ -237,6 +237,23 @@ def test_t13_fields_of_messages_are_named():
     run(main)
 
 
+def test_t13_fields_of_earlier_messages_are_named_again():
+    """Also if another conversation of the session, which has none, comes in between."""
+
+    async def main():
+        async with serve() as gateway:
+            session = await gateway.open()
+            conversations = {"messages.name": [{**user("a"), "name": "Ada"}], None: [user("b")]}
+            for turn in range(4):
+                for name, messages in conversations.items():
+                    status, ignored, body = await post(session, "v1/chat/completions", {"messages": messages})
+                    assert (status, ignored) == (200, name), f"turn {turn}"
+                    answer = {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
+                    messages += [answer, user(f"{turn}")]
+
+    run(main)
+
+
 FUNCTION = {"name": "add", "description": "Adds.", "strict": True, "future": 1}
 SCHEMA = {"type": "object", "properties": {}}
 

@@ -214,8 +214,7 @@ class Dialect(ABC):
         if self._settings is None or self._settings[0] != settings_json:
             self._settings = settings_json, self._parse_settings(settings, messages)
         request = TurnRequest(messages, *self._settings[1][1:])
-        # Most messages have a role and a content only.
-        if self.message_fields and max(map(len, body["messages"])) > 2:
+        if self.message_fields and not self.bodies.is_plain:
             others = [message for message in body["messages"] if len(message) > 2]
             values = {name: value for message in others for name, value in message.items() if value}
             notes = {
@@ -296,6 +295,8 @@ class _Prefix:
     tail_fields: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     """The items as the dialect has parsed them, if it remembers that."""
+    is_plain: bool = True
+    """Whether these have a role and a content only."""
 
     def parse(self, body: bytes) -> tuple[list[Any], dict[str, Any], int | None] | None:
         """All items of a body that starts like this, the fields after them, and where the last one ends, if known.
@@ -329,8 +330,10 @@ class BodyReader:
         self._new_digest = blake2b(digest_size=16, person=dialect.encode()[:16])
         self._prefixes: list[_Prefix] = []
         self._candidates: list[_Prefix] = []
-        self.known: tuple[list[Any], list[Message]] = [], []
-        """The items of the body that was read last, and as messages those that were parsed before."""
+        self.known: tuple[list[Any], list[Message], bool] = [], [], True
+        """The items of the body that was read last, those parsed before as messages, and if they are plain."""
+        self.is_plain = True
+        """Whether the items that were remembered last have a role and a content only, as most do."""
 
     def count_new(self, body: bytes) -> int:
         """How many bytes of a body have to be parsed."""
@@ -338,8 +341,11 @@ class BodyReader:
 
     def remember(self, items: Sequence[Any], messages: list[Message]) -> None:
         """Remember how the items of the body that was read last were parsed, one message for each."""
+        known_items, known, was_plain = self.known
+        new = items[len(known) :] if items is known_items and was_plain else items
+        self.is_plain = max(map(len, new), default=0) <= 2
         if self._candidates and self._candidates[0].items is items:
-            self._candidates[0].messages[:] = messages
+            self._candidates[0].messages[:], self._candidates[0].is_plain = messages, self.is_plain
 
     def keep(self) -> None:
         """Remember the body that was read last, whose request is accepted: the next one may start like it."""
@@ -373,7 +379,7 @@ class BodyReader:
         for prefix in self._prefixes:
             if body.startswith(prefix.data) and (parsed := prefix.parse(body)) is not None:
                 content = {**prefix.fields, prefix.name: parsed[0], **parsed[1]}
-                self.known = parsed[0], prefix.messages
+                self.known = parsed[0], prefix.messages, prefix.is_plain
                 return content, self._remember(prefix, body, *parsed)
         # Before its tokens are scanned: the search for the end of an unterminated string would take forever.
         data = parse_object(body)

@@ -220,13 +220,13 @@ class Session:
         is_live = on_delta is not None or parser.may_stop
         if before and is_live:  # a continued turn is streamed from its start
             _feed(parser, on_delta, draft.ids, draft.logprobs, draft.tops)
-        start = asyncio.get_running_loop().time()
-        self.engine_wait.count("generate", 1, start)
+        clock = asyncio.get_running_loop().time
+        self.engine_wait.count("generate", 1, start := clock())
         try:
-            finish = await self._generate(draft, parser if is_live else None, on_delta)
+            finish = await self._generate(draft, parser if is_live else None, on_delta, clock)
             self.verdicts[node] = draft.verdict
         except asyncio.CancelledError:
-            self.interrupted = "generate", start, asyncio.get_running_loop().time()
+            self.interrupted = "generate", start, clock()
             raise
         except (ContextFull, BadSampling) as error:  # the request's fault; everything that was sampled is known
             if isinstance(error, ContextFull) and not draft.ids:
@@ -237,7 +237,7 @@ class Session:
             self.verdicts[node] = Verdict(Exactness.BROKEN, reason, len(draft.prompt) + len(draft.ids))
             raise
         finally:
-            self._end_phase("generate", start)
+            self._end_phase("generate", start, clock())
             # What was sampled is recorded, even if this call ends here: as a branch that leads no further.
             self._sampled += len(draft.ids) - before
             self.release(draft)
@@ -260,9 +260,11 @@ class Session:
         draft.prompt, draft.ids, draft.logprobs = (), [], []  # its node has them
         return self._turn(draft, parser)
 
-    async def _generate(self, draft: Draft, parser: TurnParser | None, on_delta: OnDelta | None) -> str:
+    async def _generate(
+        self, draft: Draft, parser: TurnParser | None, on_delta: OnDelta | None, clock: Callable[[], float]
+    ) -> str:
         """Sample until the turn ends, and return why it did. After a pause, sampling continues with a new span."""
-        clock, sampling = asyncio.get_running_loop().time, draft.sampling
+        sampling = draft.sampling
         while draft.remaining > 0:
             chunk: Chunk | None = None
             rest = sampling.after(len(draft.ids)) if draft.ids else sampling
@@ -370,18 +372,17 @@ class Session:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds inside to a phase, such as `tools`: work that was done on behalf of the policy."""
-        start = asyncio.get_running_loop().time()
-        self.engine_wait.count(name, 1, start)
+        clock = asyncio.get_running_loop().time
+        self.engine_wait.count(name, 1, start := clock())
         try:
             yield
         except asyncio.CancelledError:
-            self.interrupted = name, start, asyncio.get_running_loop().time()
+            self.interrupted = name, start, clock()
             raise
         finally:
-            self._end_phase(name, start)
+            self._end_phase(name, start, clock())
 
-    def _end_phase(self, name: str, start: float) -> None:
-        end = asyncio.get_running_loop().time()
+    def _end_phase(self, name: str, start: float, end: float) -> None:
         self.phases_s[name] = self.phases_s.get(name, 0.0) + end - start
         self.engine_wait.count(name, -1, end)
 
