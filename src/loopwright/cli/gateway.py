@@ -110,10 +110,10 @@ async def _serve(engine: Engine, config: GatewayConfig, output: Path | None, tok
     stop_signal = next_signal()
     try:
         async with Gateway(engine, config, output=output, token=token) as gateway:
-            # Requests leave no reference cycles, so a collection only costs time: those of young objects are frequent
-            # enough to be short (8 ms), and all objects are visited next to never.
+            # Requests leave no reference cycles, so a collection only costs time: objects are visited once, in small
+            # numbers (a millisecond), and again next to never.
             gc.freeze()
-            gc.set_threshold(15_000, 3, 4_000)
+            gc.set_threshold(15_000, 12_000, 1)
             typer.echo(f"serving sessions at {gateway.address}; open one with POST {gateway.address}/sessions")
             if engine.config.type == "relay":
                 typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)
