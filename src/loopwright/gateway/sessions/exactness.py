@@ -24,3 +24,7 @@ class Verdict:
     kind: Exactness = Exactness.EXACT
     reason: str = ""
     token: int | None = None
+
+
+EXACT = Verdict()
+"""The usual one."""

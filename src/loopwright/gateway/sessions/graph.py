@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic_core import from_json
 
-from loopwright.core.episode import ROOT, Node
+from loopwright.core.episode import ROOT, Node, zeros
 from loopwright.core.task import Message
 from loopwright.engines.base import PromptIds
-from loopwright.gateway.sessions.exactness import Exactness, Verdict
+from loopwright.gateway.sessions.exactness import EXACT, Exactness, Verdict
 from loopwright.gateway.sessions.template import ChatTemplate, Continuation, calls_of, common_prefix, text_of
 from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
@@ -114,7 +114,7 @@ class Graph:
         messages, keys = [*prefix, *more], [key_of(message) for message in more]
         latest = self._latest_placement
         if not more and latest is not None and (latest[0], latest[1].node) == (options, nodes[-1]):
-            placement = latest[1]._replace(verdict=self._notes.get(nodes[-1], Verdict()))
+            placement = latest[1]._replace(verdict=self._notes.get(nodes[-1], EXACT))
         else:
             if not prefix and any(context):
                 keys[0] = self._first_key(keys[0], context)
@@ -221,7 +221,7 @@ class Graph:
                     key = key_of(messages[index])
                     key = self._first_key(key, context) if index == 0 and any(context) else key
                 own = tuple(ids[at : max(at, end)])
-                node, at = self.add(Node(node, messages[index], own, (0.0,) * len(own)), key), max(at, end)
+                node, at = self.add(Node(node, messages[index], own, zeros(len(own))), key), max(at, end)
         if count < len(messages) and siblings:
             reason = f"message {count + 1} differs from what was recorded" if last else "another conversation starts"
             if is_rewritten:
@@ -240,7 +240,7 @@ class Graph:
             self._notes[node] = note
         if continuation.ends_turn and last == turn:
             return Verdict(Exactness.BRIDGED, f"the end of node {turn} was added, not sampled", len(self.ids(turn)))
-        return note or Verdict()
+        return note or EXACT
 
     def _path(self, node: int) -> list[int]:
         """The nodes from below the root to this one."""
@@ -258,13 +258,13 @@ class Graph:
             node, start = child, start + len(self.nodes[child].ids)
         rest = tuple(ids[start:])
         if not rest and self.nodes[node].finish is None:
-            return node, Verdict()
-        verdict = Verdict()
+            return node, EXACT
+        verdict = EXACT
         if siblings := self._children.get(node, ()):
             shared = self._shared_with(rest, siblings)
             verdict = Verdict(Exactness.FORKED, "the text differs from what was recorded", start + shared)
         message = {"role": RAW, "content": rest if start else content}
-        return self.add(Node(node, copy_message(message), rest, (0.0,) * len(rest))), verdict
+        return self.add(Node(node, copy_message(message), rest, zeros(len(rest)))), verdict
 
     def _raw_child(self, node: int, ids: list[int], start: int) -> int | None:
         """The longest child whose ids continue here; interrupted turns are skipped."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from loopwright.core.episode import Node, Span
+from loopwright.core.episode import Node, Span, zeros
 from loopwright.core.task import Message
 from loopwright.engines.base import Chunk, EngineError, Sampling, Tops
-from loopwright.gateway.sessions.exactness import Verdict
+from loopwright.gateway.sessions.exactness import EXACT, Verdict
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 
 
@@ -85,7 +85,7 @@ class Draft:
     """The end of the prompt, which belongs to this turn's node."""
     sampling: Sampling
     seed: str
-    verdict: Verdict = Verdict()  # noqa: RUF009  frozen
+    verdict: Verdict = EXACT
     """The exactness of its prompt, which is the turn's if sampling succeeds."""
     options: TurnOptions = PLAIN
     reserved: int = 0
@@ -125,7 +125,7 @@ class Draft:
 
     def as_node(self, message: Message, finish: str) -> Node:
         """The node that records it."""
-        logprobs = (0.0,) * len(self.opening) + tuple(self.logprobs)
+        logprobs = zeros(len(self.opening)) + tuple(self.logprobs)
         ids = self.opening + tuple(self.ids)
         return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self.reshapes)
 
