@@ -1,18 +1,17 @@
 """Imports by name: `module:attribute` of a scenario, and modules that are loaded when they are first used."""
 
-import ast
-import inspect
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
 from importlib.util import LazyLoader, find_spec, module_from_spec
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loopwright.core.errors import MissingExtra
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _EXTRAS = {
     "aiohttp": "gateway",
@@ -27,7 +26,7 @@ _scenario_places = set[str]()
 """The directories that `look_first_in` was called with."""
 
 
-def import_function(path: str, directory: Path) -> Callable[..., Any]:
+def import_function(path: str, directory: "Path") -> Callable[..., Any]:
     """The callable that `module:attribute` names. ImportError or ValueError says why it cannot be used."""
     if all(path.partition(":")):
         look_first_in(directory)
@@ -56,7 +55,7 @@ def import_object(path: str) -> Any:
     return item
 
 
-def look_first_in(directory: Path) -> None:
+def look_first_in(directory: "Path") -> None:
     """Make this directory the first place where modules are searched.
 
     A module of the same name that another scenario of this process has beside it is not taken for the one in here.
@@ -74,7 +73,8 @@ def look_first_in(directory: Path) -> None:
             module = sys.modules.get(name)
             # A package without `__init__.py` may lie in several directories.
             locations = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or "/builtin"]
-            if not others.isdisjoint(str(Path(location).parent) for location in locations):
+            folders = {os.path.dirname(location) for location in locations}  # noqa: PTH120  pathlib is not loaded yet
+            if not others.isdisjoint(folders):
                 for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
                     del sys.modules[loaded]
         _scenario_places.add(place)
@@ -104,6 +104,8 @@ def import_with_extra(module: str, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
             raise
+        from loopwright.core.errors import MissingExtra
+
         raise MissingExtra(what, _EXTRAS[error.name]) from error
 
 
@@ -121,7 +123,9 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
 
     @cache
     def modules() -> dict[str, str]:
-        statements = ast.parse(inspect.getsource(sys.modules[package])).body
+        import ast  # not at the top: `import loopwright` shall take no time
+
+        statements = ast.parse(sys.modules[package].__loader__.get_source(package)).body  # type: ignore[union-attr]
         blocks = [statement.body for statement in statements if isinstance(statement, ast.If)]
         imports = [line for block in blocks for line in block if isinstance(line, ast.ImportFrom)]
         return {alias.name: str(line.module) for line in imports for alias in line.names}
