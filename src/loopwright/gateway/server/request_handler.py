@@ -51,6 +51,8 @@ _MAX_NAMES, _MAX_NAME = 32, 80
 """How many ignored fields a header names, and how many characters of each."""
 _MAX_VALUES = 8192
 """Tokens and alternatives of a response that the event loop renders itself: that takes a few milliseconds."""
+_SMALL_BYTES = 2**16
+"""A response of so many bytes need not wait until the client has read some of it."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -419,8 +421,12 @@ async def _send_json(request: web.Request, data: Any, headers: Mapping[str, str]
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nDate: {rfc822_formatted_time()}\r\n"
     for name, value in headers.items():
         head += f"{name}: {value}\r\n"
-    with suppress(ConnectionResetError):  # the client has left
-        await request.writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    response = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    if len(response) <= _SMALL_BYTES:
+        transport.write(response)
+    else:
+        with suppress(ConnectionResetError):  # the client has left
+            await request.writer.write(response)
     return _SENT
 
 
