@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -255,8 +254,9 @@ class RequestHandler:
                     prompts = call.prompts()
                     turns = [turn._replace(prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
                 values = sum(len(turn.ids) * (1 + turn_request.top_logprobs) + len(turn.prompt_ids) for turn in turns)
-                render = partial(dialect.render, turn_request, call.id, turns)
-                data = render() if values <= _MAX_VALUES else await asyncio.to_thread(render)
+                result = turn_request, call.id, turns
+                is_small = values <= _MAX_VALUES
+                data = dialect.render(*result) if is_small else await asyncio.to_thread(dialect.render, *result)
                 response = await _send_json(request, data, _notice(call) if call.record.ignored else {})
             if (transport := request.transport) is not None and not transport.is_closing():
                 self.guard.last_calls[request.protocol], is_delivered = call, True
