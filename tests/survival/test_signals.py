@@ -48,7 +48,7 @@ def in_a_terminal(campaign):
     """Start it in a terminal of its own; returns the process, and the user's end of the terminal."""
     ours, theirs = os.openpty()
     terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": lambda: os.login_tty(0)}
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "240"}  # no line wraps
     process = campaign.start(**terminal, start_new_session=False, env=environment)
     os.close(theirs)
     return process, ours

@@ -71,7 +71,8 @@ class Graph:
         self.keys: dict[int, Key] = {}
         """How the message of a node is found again; interrupted turns have no key."""
         self._template = template
-        self._by_key: dict[tuple[int, Key], list[int]] = {}
+        self._by_key: dict[tuple[int, str, str, str], list[int]] = {}
+        """Nodes by their parent and their key, except for the reasoning in it."""
         self._context_json: tuple[_Context, str] = ([], {}), ""
         self._children: dict[int, list[int]] = {}
         self._notes: dict[int, Verdict] = {}
@@ -122,7 +123,7 @@ class Graph:
             known_keys = dict(enumerate(keys, len(prefix)))
             placement = self._extend(nodes[-1], len(prefix) + count, messages, known_keys, context, options)
             key = keys[count] if count < len(keys) else None
-            if key is not None and not key[3] and (nodes[-1], (*key[:3], _ANY)) in self._by_key:
+            if key is not None and key[0] == "assistant" and not key[3] and (nodes[-1], *key[:3]) in self._by_key:
                 reason = f"message {len(prefix) + count + 1} lacks its reasoning"
                 placement = placement._replace(verdict=replace(placement.verdict, reason=reason))
             nodes = [placement.node] if placement.node not in nodes else nodes
@@ -152,7 +153,9 @@ class Graph:
         """The nodes of as many of these messages as the graph has after `nodes`, and how many that are."""
         for count, (message, key) in enumerate(zip(more, keys, strict=True)):
             # A policy may sample the same message twice; all candidates are followed.
-            candidates = [child for node in nodes for child in self._by_key.get((node, key), ())]
+            candidates = [child for node in nodes for child in self._by_key.get((node, *key[:3]), ())]
+            if key[3] != _ANY:
+                candidates = [child for child in candidates if self.keys[child][3] == key[3]]
             if not candidates and key[0] == "assistant":
                 # An agent may send a turn back as it was sampled, and not as it was shown.
                 turns = [child for node in nodes for child in self._children.get(node, ())]
@@ -293,11 +296,8 @@ class Graph:
         """Make a node findable by its message."""
         node = self.nodes[number]
         role, text, calls, reasoning = key_of(node.message) if key is None else key
-        self.keys[number] = key = role, text, calls, "" if reasoning == _ANY else reasoning
-        parent = node.parent or 0
-        self._by_key.setdefault((parent, key), []).append(number)
-        if role == "assistant":
-            self._by_key.setdefault((parent, (role, text, calls, _ANY)), []).append(number)
+        self.keys[number] = role, text, calls, "" if reasoning == _ANY else reasoning
+        self._by_key.setdefault((node.parent or 0, role, text, calls), []).append(number)
 
     def conversation(self, number: int) -> tuple[list[Message], list[Tool]]:
         """The messages up to a node, and the tools that they were sent with."""
@@ -317,10 +317,10 @@ class Graph:
             self._notes.pop(number, None)
             self._children[parent].remove(number)
             if (key := self.keys.pop(number, None)) is not None:
-                for each in (key, (*key[:3], _ANY)) if key[0] == "assistant" else (key,):
-                    self._by_key[parent, each].remove(number)
-                    if not self._by_key[parent, each]:
-                        del self._by_key[parent, each]
+                known = self._by_key[parent, *key[:3]]
+                known.remove(number)
+                if not known:
+                    del self._by_key[parent, *key[:3]]
             if not self._children[parent]:
                 del self._children[parent]
         self._recent = [each for each in self._recent if max(each[3]) < count]
