@@ -111,7 +111,7 @@ async def _serve(engine: Engine, config: GatewayConfig, output: Path | None, tok
     try:
         async with Gateway(engine, config, output=output, token=token) as gateway:
             # Requests leave no reference cycles, so a collection only costs time: objects are visited once, in small
-            # numbers (a millisecond), and again next to never.
+            # numbers (5 ms), and again next to never.
             gc.freeze()
             gc.set_threshold(15_000, 12_000, 1)
             typer.echo(f"serving sessions at {gateway.address}; open one with POST {gateway.address}/sessions")

@@ -8,7 +8,6 @@ token is exported once.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -21,9 +20,6 @@ from loopwright.core.trial import Reward
 T = TypeVar("T")
 _STEERING = frozenset({"frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "guide"})
 """Settings of `Node.sampling` that make a turn untrainable."""
-
-zeros = lru_cache(1024)(lambda count: (0.0,) * count)
-"""The logprobs of so many tokens that were not sampled: messages of one length share theirs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def look_first_in(directory: "Path") -> None:
             module = sys.modules.get(name)
             # A package without `__init__.py` may lie in several directories.
             locations = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or "/builtin"]
-            folders = {os.path.dirname(location) for location in locations}  # noqa: PTH120  pathlib is not loaded yet
+            folders = {os.path.dirname(location) for location in locations}  # noqa: PTH120  loads faster
             if not others.isdisjoint(folders):
                 for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
                     del sys.modules[loaded]
@@ -123,7 +123,7 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
 
     @cache
     def modules() -> dict[str, str]:
-        import ast  # not at the top: `import loopwright` shall take no time
+        import ast  # not at the top, where it would slow down `import loopwright`
 
         statements = ast.parse(sys.modules[package].__loader__.get_source(package)).body  # type: ignore[union-attr]
         blocks = [statement.body for statement in statements if isinstance(statement, ast.If)]

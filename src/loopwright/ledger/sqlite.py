@@ -51,7 +51,7 @@ NETWORK = (
 _SYNC_S = 1.0
 _RECORD_BYTES = HEAD_RECORD.size + 4
 _HEAD_BYTES = 4 * _RECORD_BYTES
-# For a value of these types, sqlite3 searches for an adapter in vain, which costs a microsecond unless it has one.
+# sqlite3 looks for an adapter for values of these types. Not finding one takes it a microsecond each time.
 for _type in (bool, bytes, type(None)):
     sqlite3.register_adapter(_type, lambda value: value)
 

@@ -285,7 +285,7 @@ BodyStart = tuple[dict[str, Any], str, int]
 class _Prefix:
     """The start of a body: its bytes up to the end of a message, and what they contain."""
 
-    data: memoryview
+    data: bytes | memoryview
     digest: blake2b
     fields: dict[str, Any]
     name: str
@@ -296,7 +296,7 @@ class _Prefix:
     messages: list[Message] = field(default_factory=list)
     """The items as the dialect has parsed them, if it remembers that."""
     is_plain: bool = True
-    """Whether these have a role and a content only."""
+    """Whether these have only a role and content."""
 
     def parse(self, body: bytes) -> tuple[list[Any], dict[str, Any], int | None] | None:
         """All items of a body that starts like this, the fields after them, and where the last one ends, if known.
@@ -331,9 +331,9 @@ class BodyReader:
         self._prefixes: list[_Prefix] = []
         self._candidates: list[_Prefix] = []
         self.known: tuple[list[Any], list[Message], bool] = [], [], True
-        """The items of the body that was read last, those parsed before as messages, and if they are plain."""
+        """The items of the body read last, the messages of those parsed before, and whether these are plain."""
         self.is_plain = True
-        """Whether the items that were remembered last have a role and a content only, as most do."""
+        """Whether the items remembered last have only a role and content, as most do."""
 
     def count_new(self, body: bytes) -> int:
         """How many bytes of a body have to be parsed."""
@@ -370,7 +370,7 @@ class BodyReader:
             fields, name, end = start
             digest = self._new_digest.copy()
             digest.update(body[:end])
-            new = _Prefix(memoryview(body)[:end], digest, fields, name, content[name])
+            new = _Prefix(body[:end], digest, fields, name, content[name])
             self._candidates = [new, *self._prefixes[: _MAX_PREFIXES - 1]]
 
     def read(self, body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -398,7 +398,7 @@ class BodyReader:
         fields, digest = orjson.loads(body[:at] + b"]}"), self._new_digest.copy()
         del fields[name]
         digest.update(body[:at])
-        return _Prefix(memoryview(body)[:at], digest, fields, name, [])
+        return _Prefix(body[:at], digest, fields, name, [])
 
     def _remember(
         self, prefix: _Prefix, body: bytes, items: list[Any], tail_fields: dict[str, Any], end: int | None
@@ -409,8 +409,10 @@ class BodyReader:
         if end is not None and start < end <= _MAX_BYTES:
             digest.update(body[start:end])
             others = [each for each in self._prefixes if each is not prefix]
-            tail = (body[end:], tail_fields) if len(body) - end <= _MAX_TAIL_BYTES else ()
-            new = _Prefix(memoryview(body)[:end], digest.copy(), prefix.fields, prefix.name, items, *tail)
+            has_short_tail = len(body) - end <= _MAX_TAIL_BYTES
+            data = memoryview(body)[:end] if has_short_tail else body[:end]  # a view keeps all of the body in memory
+            tail = (body[end:], tail_fields) if has_short_tail else ()
+            new = _Prefix(data, digest.copy(), prefix.fields, prefix.name, items, *tail)
             self._candidates = [new, *others[: _MAX_PREFIXES - 1]]
             start = end
         digest.update(body[start:])

@@ -63,8 +63,9 @@ class Responses(Dialect):
             recorded["model"] = request.model
         if request.tool_origins:
             recorded["origins"] = {name: astuple(origin) for name, origin in request.tool_origins.items()}
-        request = request._replace(conversation=conversation, has_instructions=has_instructions)
-        return request._replace(echo=echo, recorded=recorded)
+        return request._replace(
+            conversation=conversation, has_instructions=has_instructions, echo=echo, recorded=recorded
+        )
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
         """Instructions, the stored conversation that the request refers to, then the items of the input."""

@@ -254,9 +254,9 @@ class RequestHandler:
                     prompts = call.prompts()
                     turns = [turn._replace(prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
                 values = sum(len(turn.ids) * (1 + turn_request.top_logprobs) + len(turn.prompt_ids) for turn in turns)
-                result = turn_request, call.id, turns
+                arguments = turn_request, call.id, turns
                 is_small = values <= _MAX_VALUES
-                data = dialect.render(*result) if is_small else await asyncio.to_thread(dialect.render, *result)
+                data = dialect.render(*arguments) if is_small else await asyncio.to_thread(dialect.render, *arguments)
                 response = await _send_json(request, data, _notice(call) if call.record.ignored else {})
             if (transport := request.transport) is not None and not transport.is_closing():
                 self.guard.last_calls[request.protocol], is_delivered = call, True

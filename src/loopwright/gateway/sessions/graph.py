@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic_core import from_json
 
-from loopwright.core.episode import ROOT, Node, zeros
+from loopwright.core.episode import ROOT, Node
 from loopwright.core.task import Message
 from loopwright.engines.base import PromptIds
 from loopwright.gateway.sessions.exactness import EXACT, Exactness, Verdict
@@ -224,7 +224,7 @@ class Graph:
                     key = key_of(messages[index])
                     key = self._first_key(key, context) if index == 0 and any(context) else key
                 own = tuple(ids[at : max(at, end)])
-                node, at = self.add(Node(node, messages[index], own, zeros(len(own))), key), max(at, end)
+                node, at = self.add(Node(node, messages[index], own, (0.0,) * len(own)), key), max(at, end)
         if count < len(messages) and siblings:
             reason = f"message {count + 1} differs from what was recorded" if last else "another conversation starts"
             if is_rewritten:
@@ -267,7 +267,7 @@ class Graph:
             shared = self._shared_with(rest, siblings)
             verdict = Verdict(Exactness.FORKED, "the text differs from what was recorded", start + shared)
         message = {"role": RAW, "content": rest if start else content}
-        return self.add(Node(node, copy_message(message), rest, zeros(len(rest)))), verdict
+        return self.add(Node(node, copy_message(message), rest, (0.0,) * len(rest))), verdict
 
     def _raw_child(self, node: int, ids: list[int], start: int) -> int | None:
         """The longest child whose ids continue here; interrupted turns are skipped."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import orjson
 
-from loopwright.core.episode import Node, Span, zeros
+from loopwright.core.episode import Node, Span
 from loopwright.core.errors import LedgerError, storage
 from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of
@@ -383,7 +383,7 @@ def load_nodes(query: Query, session: int) -> list[tuple[Node, Key | None]]:
         message, spans = orjson.loads(message_json), tuple(Span(*span) for span in orjson.loads(spans_json))
         reshapes = {} if sampling is None else Sampling.model_validate_json(sampling).reshapes
         tokens = _numbers("q", ids)
-        values = _numbers("d", logprobs) if spans else zeros(len(tokens))
+        values = _numbers("d", logprobs) if spans else (0.0,) * len(tokens)
         node = Node(parent, message, tokens, values, spans, finish, reshapes, bool(is_delivered))
         stored_key: Key | None = None
         if key is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from loopwright.core.episode import Node, Span, zeros
+from loopwright.core.episode import Node, Span
 from loopwright.core.task import Message
 from loopwright.engines.base import Chunk, EngineError, Sampling, Tops
 from loopwright.gateway.sessions.exactness import EXACT, Verdict
@@ -125,7 +125,7 @@ class Draft:
 
     def as_node(self, message: Message, finish: str) -> Node:
         """The node that records it."""
-        logprobs = zeros(len(self.opening)) + tuple(self.logprobs)
+        logprobs = (0.0,) * len(self.opening) + tuple(self.logprobs)
         ids = self.opening + tuple(self.ids)
         return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self.reshapes)
 

@@ -132,7 +132,7 @@ async def attempt(task: Task, base_url: str, api_key: str) -> Any:
     openai, clients = import_module("openai"), import_module("verifiers.clients")
     async with shared_http_client(verify=base_url.startswith("https")) as http:
         sdk = openai.AsyncOpenAI(base_url=f"{base_url}/", api_key=api_key, http_client=http)
-        sdk._platform = "Unknown"  # for a header: otherwise each client finds it out, in a thread
+        sdk._platform = "Unknown"  # for a header; otherwise each client looks it up in a thread
         client = clients.OpenAIChatCompletionsClient(sdk)
         try:
             state = await environment.rollout(row, client, _MODEL, deepcopy(environment.sampling_args))
